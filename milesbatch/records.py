@@ -1,0 +1,224 @@
+"""The committed JSON records of a run: frozen values, one canonical text form, self-checking. No I/O, no clock.
+
+Every record carries ``record_digest`` over its own canonical text, and is only accepted when its bytes are exactly the
+canonical text: a flipped bit anywhere in the file, white space included, is found when it is read. The page behind this
+module is ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal, Self
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from milesbatch import FORMAT_VERSION
+from milesbatch.errors import CorruptArtefactError, FormatVersionError
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    """Digest of a byte string: ``xxh128:<hex>`` (XXH3, 128 bits; detects damage, is no protection against an attacker)."""
+    return "xxh128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one text form of a JSON value: sorted keys, one-space indent, UTF-8, newline at the end."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+class Value(BaseModel):
+    """A frozen value inside a record; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Record(Value):
+    """A record that is a file of its own. Subclasses set ``kind`` and may bump the minor format version by adding keys."""
+
+    kind: ClassVar[str]
+
+    def to_bytes(self) -> bytes:
+        """The bytes to commit: canonical JSON with ``kind``, ``format`` and ``record_digest``."""
+        body: dict[str, Any] = {"kind": self.kind, "format": list(FORMAT_VERSION), **self.model_dump(mode="json")}
+        body["record_digest"] = digest_bytes(canonical_json(body))
+        return canonical_json(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Self:
+        """Parse and verify a committed record.
+
+        Raises:
+            CorruptArtefactError: the bytes are not what ``to_bytes`` wrote; names ``path`` and both digests.
+            FormatVersionError: written by a newer major version.
+        """
+        mend = f"run `milesbatch audit` on the run; the record {path} cannot be trusted"
+        try:
+            body = json.loads(data)
+            if not isinstance(body, dict):
+                raise ValueError("it is not a JSON object")
+            stated = body.pop("record_digest")
+            canonical = canonical_json(body)
+        except (ValueError, KeyError, RecursionError) as error:
+            raise CorruptArtefactError(f"{path}: not a readable {cls.kind} record ({error})", mend=mend) from error
+        found = digest_bytes(canonical)
+        if stated != found or canonical_json({**body, "record_digest": stated}) != data:
+            raise CorruptArtefactError(f"{path}: record digest is {stated}, its content has {found}", mend=mend)
+        major = body.pop("format")[0]
+        if major > FORMAT_VERSION[0]:
+            raise FormatVersionError(
+                f"{path}: format {major} is newer than the {FORMAT_VERSION[0]} that this version reads",
+                mend="read this run with a newer milesbatch",
+            )
+        if body.pop("kind") != cls.kind:
+            raise CorruptArtefactError(f"{path}: holds another kind of record than {cls.kind}", mend=mend)
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise CorruptArtefactError(f"{path}: {error}", mend=mend) from error
+
+
+class FileRef(Value):
+    """A payload file of an artefact: ``path`` is relative to the directory of the manifest that names it."""
+
+    path: str
+    bytes: int
+    digest: str
+
+
+class RunRecord(Record):
+    """``run.json``: what this run is. Written once; its commit is the moment at which the run exists."""
+
+    kind: ClassVar[str] = "run"
+    run_id: str
+    name: str
+    recipe_digest: str
+    created_at: str
+    fingerprints: dict[str, str]
+    """Digests of what the run depends on: ``model``, ``tokenizer``, ``chat_template``, ``data``, ``reward``."""
+    files: tuple[FileRef, ...] = ()
+    """Files under ``model/`` and ``recipe.yaml``, relative to the run directory."""
+
+
+class Seal(Value):
+    """What a new incarnation accepts of all earlier ones. What is not covered here, and appears later, does not count."""
+
+    last_batch: int
+    """Newest accepted batch record; 0 when there is none. The chain 1..last_batch is unbroken."""
+    last_version: int
+    """Newest accepted policy version; -1 when not even version 0 is published."""
+    checkpoints: tuple[int, ...]
+    """Steps of accepted checkpoints, ascending."""
+    trajectories: tuple[str, ...]
+    """Names of accepted trajectory files that no accepted batch record has consumed yet, sorted."""
+
+
+class IncarnationRecord(Record):
+    """``incarnations/000003.json``: one life of the controller. Its exclusive creation is the take-over."""
+
+    kind: ClassVar[str] = "incarnation"
+    incarnation: int
+    host: str
+    pid: int
+    process_started: str
+    """Start time of the process as the kernel counts it (boot id and ticks), so that a reused pid is not mistaken for it."""
+    job_id: str
+    restart_count: int
+    cause: str
+    """Why this incarnation began: ``first``, ``continued`` (earlier one ended by itself), or how the earlier one was lost."""
+    started_at: str
+    seal: Seal
+
+
+class GroupRef(Value):
+    """Where a prompt group's trajectories are and which policy versions made them."""
+
+    group_id: int
+    path: str
+    """File name inside ``trajectories/``."""
+    digest: str
+    """Digest of the whole file."""
+    version_min: int
+    version_max: int
+    samples: int
+
+
+class Rejection(Value):
+    """A group that will never be trained on, and why."""
+
+    group_id: int
+    reason: Literal["stale", "failed", "zero_variance", "filtered", "lost"]
+    path: str | None = None
+    digest: str | None = None
+
+
+class BatchRecord(Record):
+    """``batches/000012.json``: what step 12 trains on. Committed before the step computes; never changed.
+
+    A group's fate is in the one batch record that names it: ``trained(step)`` or ``rejected(reason, step)``.
+    """
+
+    kind: ClassVar[str] = "batch"
+    step: int
+    incarnation: int
+    trained: tuple[GroupRef, ...]
+    rejected: tuple[Rejection, ...]
+    stream_position: int
+    """Smallest group id above which (itself included) no group has a fate yet in batch records 1..step."""
+    created_at: str
+
+
+class TensorEntry(Value):
+    """One tensor of a policy version: what the result must be after the artefact was applied."""
+
+    name: str
+    dtype: str
+    """safetensors spelling: ``F32``, ``BF16``, ``F16``."""
+    shape: tuple[int, ...]
+    digest: str
+    """Digest of the raw little-endian bytes of the whole tensor in this version."""
+    encoding: Literal["raw", "same", "xor-zstd", "sparse-zstd", "raw-zstd"]
+    changed: int
+    """Elements that differ from the parent; for a keyframe, the number of elements."""
+    file: str | None
+    """Payload file that holds it; null when ``encoding`` is ``same``."""
+
+
+class WeightsManifest(Record):
+    """``weights/000013/manifest.json``: policy version 13, written after its payload. Its creation is the commit."""
+
+    kind: ClassVar[str] = "weights"
+    version: int
+    incarnation: int
+    artefact: Literal["keyframe", "delta"]
+    parent: int | None
+    """Version that the delta applies to; null for a keyframe."""
+    weights_digest: str
+    """Digest over name, dtype, shape and digest of every tensor, in name order (see ``weights/digest.py``)."""
+    tensors: tuple[TensorEntry, ...]
+    tied: dict[str, str]
+    """Names that share storage with another (alias -> stored name); aliases are not stored."""
+    files: tuple[FileRef, ...]
+    created_at: str
+
+
+class CheckpointManifest(Record):
+    """``checkpoints/000010/manifest.json``: a consistent checkpoint after step 10. Its creation is the commit."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    incarnation: int
+    policy_version: int
+    weights_digest: str
+    world_size: int
+    files: tuple[FileRef, ...]
+    stream_position: int
+    fates_since: int
+    """Batch records ``fates_since + 1 .. step`` are repeated in ``fates``, so that one lost record can be rebuilt."""
+    fates: dict[str, str]
+    """group id -> ``trained(k)`` or ``rejected(reason, k)`` for those records."""
+    pending: tuple[GroupRef, ...]
+    """Groups that were committed by workers and had no fate when the checkpoint was taken."""
+    divergences: tuple[int, ...] = ()
+    """Steps whose replay gave other weights than published (``on_divergence: adopt``), over the run's whole life."""
+    created_at: str

@@ -1,0 +1,154 @@
+"""The only builder of paths in a run directory. Pure: no I/O. The page behind it is ``docs/format.md``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from milesbatch.ids import number
+
+_TRAJECTORY = re.compile(
+    r"^(?P<first>\d{6,})-(?P<last>\d{6,})\.i(?P<incarnation>\d{6,})\.(?P<worker>[a-z-]+-\d+)\.(?P<tag>[0-9a-f]{16})\.arrow$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryName:
+    """What a trajectory file's name says: its groups, who wrote it and in which incarnation, and a tag of its content."""
+
+    first_group: int
+    last_group: int
+    incarnation: int
+    worker: str
+    tag: str
+    """First 16 hexadecimal digits of the file's digest: the file proves itself without a second file."""
+
+    def __str__(self) -> str:
+        groups = f"{number(self.first_group)}-{number(self.last_group)}"
+        return f"{groups}.i{number(self.incarnation)}.{self.worker}.{self.tag}.arrow"
+
+    @classmethod
+    def parse(cls, text: str) -> TrajectoryName:
+        """Inverse of ``str``.
+
+        Raises:
+            ValueError: not the name of a trajectory file.
+        """
+        match = _TRAJECTORY.match(text)
+        if match is None:
+            raise ValueError(f"not the name of a trajectory file: {text!r}")
+        return cls(
+            int(match["first"]), int(match["last"]), int(match["incarnation"]), match["worker"], match["tag"]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """Paths of one run directory."""
+
+    root: Path
+
+    @property
+    def run_record(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def model(self) -> Path:
+        """Configuration and tokenizer of the model (and its starting weights when the run made it)."""
+        return self.root / "model"
+
+    @property
+    def incarnations(self) -> Path:
+        return self.root / "incarnations"
+
+    def incarnation(self, incarnation: int) -> Path:
+        return self.incarnations / f"{number(incarnation)}.json"
+
+    def liveness(self, incarnation: int) -> Path:
+        """A hint, rewritten every few seconds by a living controller: host, pid, address, a counter."""
+        return self.incarnations / f"{number(incarnation)}.alive"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.root / "trajectories"
+
+    def trajectory(self, name: TrajectoryName | str) -> Path:
+        return self.trajectories / str(name)
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"{number(step)}.json"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    def weights_version(self, version: int) -> Path:
+        return self.weights / number(version)
+
+    def weights_manifest(self, version: int) -> Path:
+        return self.weights_version(version) / "manifest.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / number(step)
+
+    def checkpoint_manifest(self, step: int) -> Path:
+        return self.checkpoint(step) / "manifest.json"
+
+    def checkpoint_shards(self, step: int, incarnation: int) -> Path:
+        """Directory for the shards; its name carries the incarnation, so that two of them never share files."""
+        return self.checkpoint(step) / f"shards.i{number(incarnation)}"
+
+    @property
+    def inflight(self) -> Path:
+        return self.root / "inflight"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    def event_log(self, process: str, incarnation: int) -> Path:
+        return self.events / f"{process}.i{number(incarnation)}.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, process: str, incarnation: int) -> Path:
+        return self.logs / f"{process}.i{number(incarnation)}.log"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def tracking(self) -> Path:
+        """MLflow's SQLite database and artefacts, when no other place is set."""
+        return self.root / "tracking"
+
+    def directories(self) -> tuple[Path, ...]:
+        """All directories that a new run starts with."""
+        return (
+            self.model,
+            self.incarnations,
+            self.trajectories,
+            self.batches,
+            self.weights,
+            self.checkpoints,
+            self.inflight,
+            self.events,
+            self.logs,
+            self.quarantine,
+        )
