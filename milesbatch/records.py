@@ -11,7 +11,7 @@ import json
 from typing import Any, ClassVar, Literal, Self
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from milesbatch import FORMAT_VERSION
 from milesbatch.errors import CorruptArtefactError, FormatVersionError
@@ -127,6 +127,8 @@ class IncarnationRecord(Record):
     cause: str
     """Why this incarnation began: ``first``, ``continued`` (earlier one ended by itself), or how the earlier one was lost."""
     started_at: str
+    recipe_changes: dict[str, Any] = {}
+    """Allowed changes to the frozen recipe that this incarnation runs with: dotted path -> value."""
     seal: Seal
 
 
@@ -147,9 +149,9 @@ class Rejection(Value):
     """A group that will never be trained on, and why."""
 
     group_id: int
-    reason: Literal["stale", "failed", "zero_variance", "filtered", "lost"]
-    path: str | None = None
-    digest: str | None = None
+    reason: Literal["stale", "failed", "zero_variance", "filtered"]
+    path: str
+    digest: str
 
 
 class BatchRecord(Record):
@@ -178,21 +180,29 @@ class TensorEntry(Value):
     digest: str
     """Digest of the raw little-endian bytes of the whole tensor in this version."""
     encoding: Literal["raw", "same", "xor-zstd", "sparse-zstd", "raw-zstd"]
+    """How the delta holds it; ``raw`` when the version has no delta."""
     changed: int
-    """Elements that differ from the parent; for a keyframe, the number of elements."""
+    """Elements that differ from the parent; without a parent, the number of elements."""
     file: str | None
-    """Payload file that holds it; null when ``encoding`` is ``same``."""
+    """Payload file that holds it in that encoding; null when ``encoding`` is ``same``."""
 
 
 class WeightsManifest(Record):
-    """``weights/000013/manifest.json``: policy version 13, written after its payload. Its creation is the commit."""
+    """``weights/000013/manifest.json``: policy version 13, written after its payload. Its creation is the commit.
+
+    A version can hold a delta, a keyframe, or both: with both, a follower that is up to date reads only the delta, and
+    damage to one of the two leaves the other way.
+    """
 
     kind: ClassVar[str] = "weights"
     version: int
     incarnation: int
     artefact: Literal["keyframe", "delta"]
+    """``keyframe`` when a full copy is among the files."""
     parent: int | None
-    """Version that the delta applies to; null for a keyframe."""
+    """Version that the delta applies to (always ``version - 1``); null when there is no delta."""
+    keyframe: str | None
+    """Payload file of the full copy (a plain safetensors file of all stored tensors); null when there is none."""
     weights_digest: str
     """Digest over name, dtype, shape and digest of every tensor, in name order (see ``weights/digest.py``)."""
     tensors: tuple[TensorEntry, ...]
@@ -200,6 +210,24 @@ class WeightsManifest(Record):
     """Names that share storage with another (alias -> stored name); aliases are not stored."""
     files: tuple[FileRef, ...]
     created_at: str
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        names = {ref.path for ref in self.files}
+        if any("/" in name or name in ("", ".", "..") for name in names):
+            raise ValueError(f"payload files must lie beside the manifest, found {sorted(names)}")
+        if (self.keyframe is not None) != (self.artefact == "keyframe"):
+            raise ValueError(f"a {self.artefact} with keyframe file {self.keyframe}")
+        if self.parent not in (None, self.version - 1) or (self.parent is None and self.keyframe is None):
+            raise ValueError(f"version {self.version} cannot be built from parent {self.parent}")
+        if not {self.keyframe, *(entry.file for entry in self.tensors)} <= {None, *names}:
+            raise ValueError("a tensor lies in a file that is not listed")
+        for entry in self.tensors:
+            if (entry.file is None) != (entry.encoding == "same") or any(size < 0 for size in entry.shape):
+                raise ValueError(f"tensor {entry.name}: encoding {entry.encoding} in {entry.file}, shape {entry.shape}")
+            if self.parent is None and (entry.encoding != "raw" or entry.file != self.keyframe):
+                raise ValueError(f"tensor {entry.name}: {entry.encoding} without a parent")
+        return self
 
 
 class CheckpointManifest(Record):

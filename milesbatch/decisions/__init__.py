@@ -1,1 +1,1 @@
-"""Part of milesbatch."""
+"""Pure decisions: values in, values out. No I/O, no clock, no torch."""

@@ -1,1 +1,1 @@
-"""Part of milesbatch."""
+"""Recipes: models, loading with ``extends`` and ``--set``, freezing, the generated page. Imports without torch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -24,8 +24,12 @@ class WarmStart(Section):
 
     steps: int = Field(300, ge=0, description="Optimizer steps of supervised training; 0 keeps the random weights.")
     batch_size: int = Field(64, ge=1, description="Examples per supervised step.")
-    learning_rate: float = Field(3e-3, gt=0, description="Peak learning rate; too high diverges, too low learns nothing.")
-    examples: int = Field(2000, ge=1, description="Distinct supervised examples, drawn apart from the prompts trained on.")
+    learning_rate: float = Field(
+        3e-3, gt=0, description="Peak learning rate; too high diverges, too low learns nothing."
+    )
+    examples: int = Field(
+        2000, ge=1, description="Distinct supervised examples, drawn apart from the prompts trained on."
+    )
 
 
 class MadeModel(Section):
@@ -102,7 +106,10 @@ class Environment(Section):
         description="Reward function `package.module:name`, sync or async; returns a number or named parts.",
     )
     max_failed_share: float = Field(
-        0.2, ge=0, le=1, description="The run stops when more than this share of the last episodes failed with an error."
+        0.2,
+        ge=0,
+        le=1,
+        description="The run stops when more than this share of the last episodes failed with an error.",
     )
     failed_window: int = Field(64, ge=1, description="How many last episodes `max_failed_share` looks at.")
 
@@ -113,92 +120,275 @@ class Environment(Section):
 class Sampling(Section):
     """How tokens are drawn; the same meaning in every engine."""
 
-    max_new_tokens: int = Field(16, ge=1, description="Longest response in tokens; a longer one ends with `length`.")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy; logprobs are of softmax(logits / temperature).")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus share; does not change the recorded logprobs.")
-    top_k: int = Field(-1, ge=-1, description="Draw from the k likeliest tokens only; -1 for all.")
-    stop: tuple[str, ...] = Field((), description="Texts that end a response; the text stays in the tokens.")
+    max_new_tokens: int = Field(
+        16,
+        ge=1,
+        description="Longest response, in tokens. A longer one is cut and ends with `length`; too small cuts right"
+        " answers, too large lets one rambling sample hold up its whole lease.",
+    )
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Divides the logits before tokens are drawn. 0 always takes the likeliest token, so that all samples"
+        " of a group are equal and nothing is learned; far above 1 gives noise. Recorded logprobs are those of"
+        " softmax(logits / temperature).",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Draw only from the likeliest tokens that together have this probability. Recorded logprobs do not"
+        " change with it, so values below 1 make training slightly off-policy.",
+    )
+    top_k: int = Field(
+        -1,
+        ge=-1,
+        description="Draw only from this many likeliest tokens; -1 means all, 0 is an error. Recorded logprobs do not"
+        " change with it, so small values make training off-policy.",
+    )
+    stop: tuple[str, ...] = Field(
+        (), description="Texts that end a response; the matching text stays in the tokens that are trained on."
+    )
+
+    @field_validator("top_k")
+    @classmethod
+    def _draws_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("top_k is 0; allowed: -1 (all) or at least 1")
+        return value
 
 
 class Rollout(Section):
-    """The rollout group: how many workers, what a lease holds, how far ahead of the trainer it may run."""
+    """The rollout group: how many workers, what a lease holds, how far it may run ahead of the trainer."""
 
-    workers: int = Field(2, ge=1, description="Rollout workers, each with its own engine.")
-    engine: Literal["embedded"] = Field("embedded", description="`embedded`: torch in the worker itself.")
-    samples_per_group: int = Field(8, ge=2, description="Samples of each prompt (n).")
+    workers: int = Field(
+        2,
+        ge=1,
+        description="Rollout workers, each a process with its own engine. Too few leave the trainer waiting, more than"
+        " there are cores or GPUs slow each other down.",
+    )
+    engine: Literal["embedded"] = Field(
+        "embedded", description="What generates tokens: `embedded` runs the model with torch in the worker itself."
+    )
+    samples_per_group: int = Field(
+        8,
+        ge=2,
+        description="Samples of each prompt, compared with each other to get advantages. Few make noisy advantages; many"
+        " cost time without telling more about an easy prompt.",
+    )
     groups_per_lease: int = Field(
-        4, ge=1, description="Groups handed out and decoded together; must divide `trainer.groups_per_step`."
+        4,
+        ge=1,
+        description="Prompt groups that a worker is handed at once and decodes together; must divide"
+        " `trainer.groups_per_step`. 1 decodes small, slow batches; large values are lost together when a worker dies.",
     )
     staleness: int = Field(
         1,
         ge=0,
-        description="Versions that data may lag. With `determinism: bitwise` the lag is exactly this; otherwise at most. 0"
-        " makes trainer and rollout wait for each other.",
+        description="How many policy versions training data may lag behind the trainer: exactly this many with"
+        " `determinism: bitwise`, at most this many otherwise. 0 makes trainer and rollout wait for each other; large"
+        " values learn from an old policy and may become unstable.",
     )
-    sampling: Sampling = Field(Sampling(), description="How tokens are drawn; see below.")
-    max_concurrent_samples: int = Field(64, ge=1, description="Sequences decoded at once by one engine.")
-    threads: int = Field(1, ge=1, description="CPU threads of one embedded engine.")
-    lease_s: float = Field(300.0, gt=0, description="Seconds after which an unfinished lease is handed out again.")
+    sampling: Sampling = Field(Sampling(), description="How tokens are drawn.")
+    max_concurrent_samples: int = Field(
+        64,
+        ge=1,
+        description="Sequences that one engine decodes at the same time. Higher is faster until memory for the key-value"
+        " cache runs out.",
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        description="CPU threads of one embedded engine. More threads than cores, over all workers and ranks together,"
+        " slow everything down.",
+    )
+    lease_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds after which an unfinished lease is handed out again. Shorter than a lease needs, the same"
+        " work is begun over and over; very long, a silent worker holds up the run.",
+    )
 
 
 # -- trainer --------------------------------------------------------------------------------------------------------
 
 
 class Optimizer(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of the first and second moment.")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="Shape after the warm-up.")
-    min_learning_rate: float = Field(0.0, ge=0, description="Where `cosine` and `linear` end.")
-    grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
+    learning_rate: float = Field(
+        1e-4,
+        gt=0,
+        description="Learning rate after the warm-up. Too high destroys the policy within a few steps; too low shows no"
+        " change in reward.",
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95),
+        description="Decay of the running mean of the gradient and of its square. Close to 1 remembers long and reacts"
+        " slowly.",
+    )
+    epsilon: float = Field(
+        1e-8,
+        gt=0,
+        description="Added to the root of the second moment so that a tiny gradient is not blown up; large values turn"
+        " AdamW into plain gradient descent.",
+    )
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Share of each weight, times the learning rate, that is taken off in every step; 0 is off.",
+    )
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="Train steps in which the learning rate rises linearly from near 0; as many as the run has steps"
+        " means that the full rate is never reached.",
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant",
+        description="Learning rate after the warm-up: `constant`, or falling to `min_learning_rate` at the last step."
+        " Only with `constant` can `steps` be changed in a living run.",
+    )
+    min_learning_rate: float = Field(
+        0.0, ge=0, description="Learning rate at which `cosine` and `linear` end; unused with `constant`."
+    )
+    grad_clip: float = Field(
+        1.0,
+        gt=0,
+        description="Largest global gradient norm; a longer gradient is scaled down to it. Very small values make every"
+        " step the same length, very large ones never clip.",
+    )
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate ({self.min_learning_rate:g}) is above learning_rate ({self.learning_rate:g}), to which"
+                f" `{self.schedule}` would have to rise"
+            )
+        return self
 
 
 class Trainer(Section):
     """The trainer group: ranks of one torch.distributed job."""
 
-    backend: Literal["fsdp"] = Field("fsdp", description="`fsdp`: FSDP2 over a transformers model.")
-    ranks: int = Field(2, ge=1, description="Processes of the trainer group.")
-    groups_per_step: int = Field(16, ge=1, description="Prompt groups of one train step.")
-    max_tokens_per_microbatch: int = Field(4096, ge=16, description="Packed tokens in one forward pass of one rank.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type; master weights are float32.")
-    optimizer: Optimizer = Field(Optimizer(), description="AdamW and its schedule; see below.")
-    threads: int = Field(1, ge=1, description="CPU threads of one rank.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    backend: Literal["fsdp"] = Field(
+        "fsdp", description="What trains the model: `fsdp` is FSDP2 (`fully_shard`) over a transformers model."
+    )
+    ranks: int = Field(
+        2,
+        ge=1,
+        description="Processes of the trainer group; at most the samples of one step, since each needs some to work on.",
+    )
+    groups_per_step: int = Field(
+        16,
+        ge=1,
+        description="Prompt groups that one train step learns from. Few make noisy steps, many make slow ones.",
+    )
+    max_tokens_per_microbatch: int = Field(
+        4096,
+        ge=16,
+        description="Tokens that one rank packs into one forward pass; a longer sample gets a pass of its own. Bounds the"
+        " memory for activations: too large runs out of it, too small wastes time.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type in which the model computes; master weights are always float32. `bfloat16` is faster on GPUs and"
+        " makes logprobs less exact.",
+    )
+    optimizer: Optimizer = Field(Optimizer(), description="AdamW and its learning-rate schedule.")
+    threads: int = Field(
+        1,
+        ge=1,
+        description="CPU threads of one rank. More threads than cores, over all workers and ranks together, slow"
+        " everything down.",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Whether activations are computed again in the backward pass instead of kept; saves memory, costs"
+        " about a third more time.",
+    )
 
 
 class Algorithm(Section):
     """GRPO and its variants."""
 
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio is clipped below 1 - this.")
-    clip_high: float = Field(0.28, ge=0, description="Ratio is clipped above 1 + this (DAPO's clip-higher when larger).")
-    normalize_advantage: bool = Field(True, description="Divide by the group's standard deviation; false is Dr. GRPO.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the starting model; 0 keeps no reference model.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators of the KL divergence.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of an entropy bonus.")
+    clip_low: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="The probability ratio of new to old policy is clipped below 1 minus this. 0 forbids lowering any"
+        " token's probability after the first update; near 1 hardly clips.",
+    )
+    clip_high: float = Field(
+        0.28,
+        ge=0,
+        description="The probability ratio is clipped above 1 plus this; larger than `clip_low` is DAPO's clip-higher, which"
+        " keeps rare tokens alive. Very large values allow steps that ruin the policy.",
+    )
+    normalize_advantage: bool = Field(
+        True,
+        description="Whether advantages are divided by their group's standard deviation; false is Dr. GRPO, which does not"
+        " favour groups whose samples nearly agree.",
+    )
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL divergence from the starting model in the loss. 0 keeps no reference model in memory;"
+        " large values hold the policy where it began.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="Which of Schulman's estimators of the KL divergence is used; no effect while `kl_coef` is 0."
+    )
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of an entropy bonus in the loss. Small values keep exploration alive; large ones reward noise.",
+    )
     group_filter: Literal["none", "zero_variance"] = Field(
-        "none", description="`zero_variance` rejects groups whose samples all have the same reward."
+        "none",
+        description="Which groups are rejected after judging: `zero_variance` rejects those whose samples all have the same"
+        " reward, from which nothing can be learned; other groups take their place.",
     )
 
 
 class Weights(Section):
     """How policy versions reach the rollout group."""
 
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type in which the rollout group sees weights.")
-    keyframe_every: int = Field(20, ge=1, description="A full copy every so many versions; deltas between.")
-    transport: Literal["delta"] = Field("delta", description="`delta`: files in the run directory.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type in which the rollout group sees the weights. `bfloat16` halves the bytes of every version and"
+        " makes rollout and trainer logprobs differ.",
+    )
+    keyframe_every: int = Field(
+        20,
+        ge=1,
+        description="Policy versions from one full copy to the next, with deltas between. 1 writes only full copies; large"
+        " values make a worker that starts late apply many deltas.",
+    )
+    transport: Literal["delta"] = Field(
+        "delta", description="How a version travels: `delta` writes differences as files in the run directory."
+    )
 
 
 class Checkpoint(Section):
-    """When state is saved and what happens when a replay differs."""
+    """When state is saved, and what happens when a replay differs."""
 
-    every: int = Field(10, ge=1, description="Steps between checkpoints; a restart replays at most this many.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints that are kept.")
-    on_divergence: Literal["adopt", "discard", "stop"] = Field(
-        "stop", description="What to do when a replayed step gives other weights than the published ones."
+    every: int = Field(
+        10,
+        ge=1,
+        description="Train steps between checkpoints. A restart replays at most this many steps; 1 spends much time on"
+        " writing.",
+    )
+    keep: int = Field(
+        2,
+        ge=1,
+        description="Newest checkpoints that are kept. With 1 a damaged checkpoint means a replay from the very start.",
+    )
+    on_divergence: Literal["adopt", "stop"] = Field(
+        "stop",
+        description="What happens when a replayed step gives other weights than the published ones: `adopt` goes on from"
+        " the replayed ones and records it, `discard` drops what was made with the published ones, `stop` ends the run.",
     )
 
 
@@ -206,37 +396,68 @@ class Slurm(Section):
     """Limits on restarts; they hold for the local launcher too."""
 
     max_restarts_without_progress: int = Field(
-        3, ge=0, description="Restarts of a role without a new train step before the run stops and says why."
+        3,
+        ge=0,
+        description="Restarts of a role without a new train step in between, after which the run stops and says why. 0"
+        " stops at the first death; large values retry a hopeless start for long.",
     )
-    heartbeat_s: float = Field(2.0, gt=0, description="Seconds between heartbeats; after five missed ones a process is treated as lost.")
-    hang_s: float = Field(120.0, gt=0, description="A process that makes no progress for so long is treated as dead.")
+    heartbeat_s: float = Field(
+        2.0,
+        gt=0,
+        description="Seconds between the heartbeats of a process; after five missed ones it counts as lost. Too short takes"
+        " a busy process for a lost one.",
+    )
+    hang_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds after which a process that makes no progress is treated as dead. Shorter than one step or one"
+        " lease takes, healthy processes are ended.",
+    )
 
 
 class Tracking(Section):
     """Where curves go."""
 
-    kind: Literal["mlflow", "none"] = Field("mlflow", description="`mlflow` logs to `MLFLOW_TRACKING_URI`, default SQLite.")
-    experiment: str = Field("milesbatch", description="MLflow experiment.")
+    kind: Literal["mlflow", "none"] = Field(
+        "mlflow",
+        description="Where metrics go: `mlflow` writes to `MLFLOW_TRACKING_URI`, or to SQLite in the run directory when that"
+        " is not set; `none` keeps only the run's own event log.",
+    )
+    experiment: str = Field(
+        "milesbatch", min_length=1, description="Name of the MLflow experiment that the run appears in."
+    )
 
 
 class Recipe(Section):
     """A whole recipe, resolved."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; part of its id.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Root of all randomness.")
-    steps: int = Field(ge=1, description="Train steps (optimizer steps) in the whole run.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run, part of its id and of its directory: letters, digits, dots, underscores and hyphens.",
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="Root of all randomness: prompts, sampling and initial weights follow from it.",
+    )
+    steps: int = Field(ge=1, description="Train steps (optimizer steps) in the whole run, over all its restarts.")
     determinism: Literal["bitwise", "relaxed"] = Field(
-        "bitwise", description="`bitwise`: a killed run ends with the same weights digest as one that was not."
+        "bitwise",
+        description="`bitwise` makes a run that was killed end with the same weights digest as one that was not, at the"
+        " price of waiting for a fixed order; `relaxed` takes groups as they come.",
     )
     model: Model = Field(description="What is trained.")
     data: Data = Field(description="Where prompts come from.")
     environment: Environment = Field(Environment(), description="How episodes are judged.")
-    rollout: Rollout = Field(Rollout(), description="The rollout group.")
-    trainer: Trainer = Field(Trainer(), description="The trainer group.")
-    algorithm: Algorithm = Field(Algorithm(), description="The loss.")
-    weights: Weights = Field(Weights(), description="Transport of policy versions.")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="Saving and replay.")
-    slurm: Slurm = Field(Slurm(), description="Restart limits and heartbeats.")
+    rollout: Rollout = Field(Rollout(), description="The rollout group and what it is handed.")
+    trainer: Trainer = Field(Trainer(), description="The trainer group and its optimizer.")
+    algorithm: Algorithm = Field(Algorithm(), description="The loss and the choice of groups.")
+    weights: Weights = Field(Weights(), description="How policy versions reach the rollout group.")
+    checkpoint: Checkpoint = Field(
+        Checkpoint(), description="When state is saved, and what happens when a replay differs."
+    )
+    slurm: Slurm = Field(Slurm(), description="Limits on restarts, and heartbeats.")
     tracking: Tracking = Field(Tracking(), description="Where curves go.")
 
     @model_validator(mode="after")

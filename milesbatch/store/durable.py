@@ -7,7 +7,7 @@ Two ways to commit, both *durable before visible*:
 * :func:`publish_file` / :class:`PublishedFile`: temporary file, fsync, ``link`` (exclusive as well), fsync of the directory.
   Used for payload that a manifest or a later record names by digest.
 
-Crash states: a temporary file ``.tmp-*`` may stay behind (swept by the next take-over, see ``store/incarnation.py``); the
+Crash states: a temporary file ``.tmp-*`` may stay behind (swept by the next take-over, see ``store/takeover.py``); the
 final name either does not exist or has the whole content. After a crash of the machine the final name may exist only if
 its content was synced before. On network filesystems a lost reply can report "exists" after success: then the contents
 are compared before the race counts as lost.
@@ -95,7 +95,8 @@ def publishing(
 ) -> Iterator[PublishedFile]:
     """Write a file through ``.stream`` and commit it as ``directory / name`` when the block ends without an error.
 
-    ``name`` may be a function of the content's digest. ``before_commit`` runs when the data is durable and just before it becomes visible (the fencing check belongs there).
+    ``name`` may be a function of the content's digest. ``before_commit`` runs when the data is durable and just
+    before it becomes visible (the fencing check belongs there).
 
     Durability: on return the file is durable and visible; if killed midway only a ``.tmp-*`` file may be left.
 

@@ -38,9 +38,7 @@ class TrajectoryName:
         match = _TRAJECTORY.match(text)
         if match is None:
             raise ValueError(f"not the name of a trajectory file: {text!r}")
-        return cls(
-            int(match["first"]), int(match["last"]), int(match["incarnation"]), match["worker"], match["tag"]
-        )
+        return cls(int(match["first"]), int(match["last"]), int(match["incarnation"]), match["worker"], match["tag"])
 
 
 @dataclass(frozen=True, slots=True)

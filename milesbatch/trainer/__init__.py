@@ -1,1 +1,1 @@
-"""Part of milesbatch."""
+"""The trainer role: the ranks of one torch.distributed job. Rank 0 records batches, publishes weights, commits checkpoints."""

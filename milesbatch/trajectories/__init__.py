@@ -1,1 +1,1 @@
-"""Part of milesbatch."""
+"""Trajectories on disk: the recorded sample, its Arrow schema, writer and reader. Imports without torch."""

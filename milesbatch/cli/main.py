@@ -1,0 +1,60 @@
+"""``milesbatch``: the command line. Each command lives in a module of its own; this one only ties them together.
+
+Expected errors end as one clear text on stderr and an exit code (0 done, 1 not well, 2 wrong usage or input, 75 stopped in
+order to be continued); a traceback appears only with ``--debug``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from milesbatch import __version__
+from milesbatch.cli import recipes, traj, weights
+from milesbatch.cli.run import run
+from milesbatch.cli.status import status
+from milesbatch.errors import MilesbatchError
+
+app = typer.Typer(
+    name="milesbatch",
+    help="Train language models with reinforcement learning as batch jobs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps=20")(run)
+app.command("status", epilog="Example: milesbatch status runs/tiny --json")(status)
+app.add_typer(traj.app, name="traj")
+app.add_typer(weights.app, name="weights")
+app.add_typer(recipes.app, name="recipes")
+
+
+def main() -> None:
+    """Entry point of the ``milesbatch`` command."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    is_debug = len(arguments) < len(sys.argv) - 1
+    try:
+        app(args=arguments)
+    except MilesbatchError as error:
+        if is_debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output (a pager, `head`) has closed it.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

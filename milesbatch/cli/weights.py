@@ -1,0 +1,107 @@
+"""``milesbatch weights``: list, check and write out the policy versions of a run.
+
+Owns the words on the screen; never reads payload itself. Invariant: with ``--json`` standard output is one JSON document and
+nothing else. Imports without torch. The page behind it is ``docs/format-weights.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from milesbatch.cli.runs import find_run
+from milesbatch.errors import EXIT_NOT_WELL
+from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
+from milesbatch.weights.materialize import materialize as write_version
+from milesbatch.weights.reader import committed_versions
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Policy versions of a run: list them, check their digests, write one as a model directory.",
+)
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a name under $MILESBATCH_RUNS.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+@app.command("ls", epilog="Example: milesbatch weights ls runs/tiny")
+def ls(run: RunArgument, as_json: JsonOption = False) -> None:
+    """List the committed policy versions with their sizes and the share of elements that changed."""
+    found = rows(find_run(run))
+    if as_json:
+        _print_json([dataclasses.asdict(row) for row in found])
+        return
+    Console().print(_table(found))
+
+
+@app.command("verify", epilog="Example: milesbatch weights verify runs/tiny")
+def verify_run(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Check every file's digest, and that each chain of deltas gives each recorded weights digest.
+
+    Exit code 1 when something is not as it should be.
+    """
+    layout = find_run(run)
+    violations = list(verify(layout))
+    versions = len(committed_versions(layout))
+    if as_json:
+        body = [dataclasses.asdict(violation) for violation in violations]
+        _print_json({"ok": not violations, "versions": versions, "violations": body})
+    else:
+        _print_verdict(versions, violations)
+    if violations:
+        raise typer.Exit(EXIT_NOT_WELL)
+
+
+@app.command("materialize", epilog="Example: milesbatch weights materialize runs/tiny --version 20 -o tiny-20")
+def materialize(
+    run: RunArgument,
+    version: Annotated[int, typer.Option("--version", min=0, help="Policy version, as `weights ls` shows it.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="New or empty directory to write.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write one policy version as a Hugging Face model directory, checked tensor by tensor."""
+    manifest = write_version(find_run(run), version, output)
+    if as_json:
+        _print_json({"version": version, "digest": manifest.weights_digest, "path": str(output)})
+        return
+    console = Console()
+    console.print(
+        f"policy version {version} ({manifest.weights_digest}) written to {output}", soft_wrap=True, markup=False
+    )
+    console.print(f"load it with: AutoModelForCausalLM.from_pretrained({str(output)!r})", soft_wrap=True, markup=False)
+
+
+def _table(found: list[WeightsRow]) -> Table:
+    table = Table(title=f"{len(found)} policy versions, {sum(row.bytes for row in found):,} bytes")
+    for heading in ("version", "kind", "bytes", "changed", "incarnation", "digest"):
+        table.add_column(heading, justify="left" if heading in ("kind", "digest") else "right", overflow="fold")
+    for row in found:
+        share = f"{row.changed / row.elements:.2%}" if row.elements else "-"
+        digest = row.digest.removeprefix("xxh128:")[:12]
+        table.add_row(str(row.version), row.kind, f"{row.bytes:,}", share, str(row.incarnation), digest)
+    return table
+
+
+def _print_verdict(versions: int, violations: list[Violation]) -> None:
+    console = Console()
+    if not violations:
+        console.print(f"{versions} policy versions verified: every file and every chain is as recorded", markup=False)
+        return
+    table = Table(title=f"{len(violations)} violations in {versions} policy versions")
+    for heading in ("kind", "path", "detail"):
+        table.add_column(heading, overflow="fold")
+    for violation in violations:
+        table.add_row(violation.kind, violation.path, violation.detail)
+    console.print(table)
+
+
+def _print_json(document: object) -> None:
+    json.dump(document, sys.stdout, indent=1, ensure_ascii=False)
+    sys.stdout.write("\n")

@@ -1,0 +1,99 @@
+"""The launcher of one machine: each role is a subprocess of the controller, with its own process group and log.
+
+No process outlives the controller: each role asks the kernel to be killed when its parent dies (``die_with_parent``),
+and the controller ends whole process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from milesbatch.cluster.context import RoleContext, child_environment
+from milesbatch.store.durable import storage_error
+from milesbatch.store.layout import RunLayout
+
+_MODULES = {
+    "trainer": "milesbatch.trainer",
+    "rollout": "milesbatch.rollout",
+    "tracking": "milesbatch.tracking",
+}
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent ends, however it ends. Called first thing by every role process.
+
+    The parent may have died before this call; then the kernel has already given this process another parent.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+@dataclass(slots=True)
+class LocalProcess:
+    """A subprocess in its own process group."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class LocalLauncher:
+    """Starts roles as subprocesses of this process. Must be used from the main thread: the parent-death signal of Linux
+    is sent when the *thread* that started the child ends."""
+
+    def start(self, context: RoleContext, threads: int) -> LocalProcess:
+        """Start one role process; its output is appended to its log of this incarnation.
+
+        Raises:
+            StorageError: the log cannot be written.
+        """
+        log = RunLayout(context.run_directory).log(context.name, context.incarnation)
+        extra = {**context.to_environment(), "GLOO_SOCKET_IFNAME": "lo"}
+        try:
+            with open(log, "ab") as stream:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULES[context.role]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(threads, extra),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise storage_error(log, error) from error
+        return LocalProcess(process)
+
+
+def log_tail(log: Path, max_bytes: int = 8192) -> str:
+    """The last lines of a log: what a dead process said last."""
+    try:
+        with open(log, "rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - max_bytes))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,145 @@
+"""How a role process talks to its controller: typed calls, bounded waits, heartbeats from a thread of its own.
+
+A refused token or incarnation means that this process is a zombie: ``FencedError``. A controller that cannot be reached
+for several heartbeats is dead, and so is this incarnation: the process ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TypeVar
+
+import httpx
+
+from milesbatch.cluster.context import RoleContext
+from milesbatch.controller import wire
+from milesbatch.errors import EXIT_TEMPFAIL, FencedError, StoppedToContinue
+
+A = TypeVar("A", bound=wire.Message)
+_WAIT_S = 5.0
+_MISSED_HEARTBEATS = 5
+
+
+class Controller:
+    """The controller as seen from a role process."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._http = httpx.Client(
+            base_url=context.controller_url,
+            headers={"x-milesbatch-token": context.token, "x-milesbatch-incarnation": str(context.incarnation)},
+            timeout=httpx.Timeout(_WAIT_S * 6, connect=_WAIT_S),
+            trust_env=False,  # a proxy between nodes of one job is never wanted
+        )
+
+    def ask(self, path: str, message: wire.Message, answer: type[A]) -> A:
+        """Send one message; a lost connection is tried again once (every message may be repeated).
+
+        Raises:
+            FencedError: this process belongs to an older incarnation.
+            StoppedToContinue: the controller cannot be reached.
+        """
+        body = message.model_dump_json()
+        for last_try in (False, True):
+            try:
+                response = self._http.post(f"/v1/{path}", content=body)
+                break
+            except httpx.TransportError as error:
+                if last_try:
+                    raise StoppedToContinue(
+                        f"the controller at {self._context.controller_url} does not answer ({error})",
+                        mend="give the same command again; the run goes on from its files",
+                    ) from error
+        if response.status_code == 409:
+            raise FencedError(
+                f"the controller at {self._context.controller_url} belongs to another incarnation than"
+                f" {self._context.incarnation}",
+                mend="nothing: the newer incarnation goes on with this run",
+            )
+        response.raise_for_status()
+        return answer.model_validate_json(response.content)
+
+    def lease(self, wait: bool) -> wire.LeaseAnswer:
+        request = wire.LeaseRequest(name=self._context.name, wait_s=_WAIT_S if wait else 0.0)
+        return self.ask("lease", request, wire.LeaseAnswer)
+
+    def commit(self, request: wire.CommitRequest) -> bool:
+        return self.ask("commit", request, wire.CommitReply).accepted
+
+    def batch(self, step: int) -> wire.BatchAnswer:
+        return self.ask("batch", wire.BatchRequest(step=step, wait_s=_WAIT_S), wire.BatchAnswer)
+
+    def tell(self, path: str, message: wire.Message) -> None:
+        self.ask(path, message, wire.Ok)
+
+    def meet(self, address: str | None) -> str:
+        """Rank 0 gives the address of its store; the others get it."""
+        while True:
+            message = wire.Rendezvous(attempt=self._context.attempt, address=address, wait_s=_WAIT_S)
+            answer = self.ask("rendezvous", message, wire.RendezvousAnswer)
+            if answer.address is not None:
+                return answer.address
+
+
+class Pulse:
+    """Heartbeats of this process, from a daemon thread. Set ``state``, ``policy_version`` … and call ``moved`` on progress."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._context = context
+        self._controller = Controller(context)
+        self.state = "starting"
+        self.policy_version = -1
+        self.samples_in_flight = 0
+        self.published = -1
+        self.should_stop = False
+        self._moves = 0
+        self._outside = 0
+        self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def moved(self, amount: int = 1) -> None:
+        """Progress of any kind."""
+        self._moves += amount
+
+    def set_activity(self, counter: int) -> None:
+        """Progress as an outside counter shows it (for example tokens generated)."""
+        self._outside = counter
+
+    def _beat_forever(self) -> None:
+        failed_since_s: float | None = None
+        while True:
+            try:
+                self._beat()
+                failed_since_s = None
+            except FencedError as error:
+                self._end(error)
+            except (StoppedToContinue, httpx.HTTPError) as error:
+                failed_since_s = failed_since_s or time.monotonic()
+                if time.monotonic() - failed_since_s > _MISSED_HEARTBEATS * self._context.heartbeat_s:
+                    self._end(error)
+            time.sleep(self._context.heartbeat_s)
+
+    def _beat(self) -> None:
+        beat = wire.Heartbeat(
+            name=self._context.name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state=self.state,
+            policy_version=self.policy_version,
+            samples_in_flight=self.samples_in_flight,
+            activity=self._moves + self._outside,
+        )
+        answer = self._controller.ask("heartbeat", beat, wire.HeartbeatAnswer)
+        self.published = max(self.published, answer.published)
+        self.should_stop = answer.stop
+
+    def _end(self, error: Exception) -> None:
+        """This incarnation is over: end at once, from a thread, whatever the main thread is in."""
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_TEMPFAIL)

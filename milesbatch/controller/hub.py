@@ -1,0 +1,255 @@
+"""What the controller knows while it runs: leases, finished groups, heartbeats. Memory only; it holds no truth.
+
+All of it can be rebuilt from the run directory (:meth:`Hub.restore`), and every message may be repeated: a trainer that was
+restarted tells again what it recorded and published. Everything here runs in the controller's one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from milesbatch.controller import wire
+from milesbatch.decisions.batching import BatchRule, choose_batch, missing_groups
+from milesbatch.decisions.fates import FateTable
+from milesbatch.decisions.leases import CommitAnswer, LeaseTable
+from milesbatch.recipe.models import Recipe
+from milesbatch.records import GroupRef
+
+
+@dataclass(slots=True)
+class Peer:
+    """A role process as its heartbeats show it."""
+
+    beat: wire.Heartbeat
+    seen_at_s: float
+    active_at_s: float
+
+
+@dataclass(slots=True)
+class Failures:
+    """The last episodes, to stop when too many of them fail."""
+
+    window: deque[bool]
+    first_error: str = ""
+
+    def share(self) -> float:
+        return sum(self.window) / len(self.window) if self.window else 0.0
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Tokens committed lately: (when, tokens)."""
+
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=32))
+
+    def tokens_per_s(self, now_s: float) -> float:
+        if not self.recent:
+            return 0.0
+        span = max(now_s - self.recent[0][0], 1e-3)
+        return sum(tokens for _, tokens in self.recent) / span
+
+
+class Hub:
+    """Answers the roles' questions. Methods named after the messages of :mod:`milesbatch.controller.wire`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.rule = BatchRule(recipe.trainer.groups_per_step, recipe.rollout.staleness, recipe.determinism == "bitwise")
+        self._leases = LeaseTable(recipe.rollout.groups_per_lease)
+        self.ready: dict[int, GroupRef] = {}
+        self._decided: set[int] = set()
+        self.last_step = 0
+        self.published = -1
+        self.weights_digest = ""
+        self.peers: dict[str, Peer] = {}
+        self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
+        self.throughput = Throughput()
+        self.last_metrics: dict[str, float] = {}
+        self.last_checkpoint = -1
+        self.is_stopping = False
+        self.is_finished = False
+        self._rendezvous: tuple[int, str] | None = None
+        self._changed = asyncio.Event()
+
+    # -- state from disk --------------------------------------------------------------------------------------------
+
+    def restore(
+        self, fates: FateTable, ready: Iterable[GroupRef], checkpoints: Iterable[int], last_version: int
+    ) -> None:
+        """Take in what a take-over accepted. Published versions stay in use while the trainer is still loading."""
+        self.published = last_version
+        self._decided = set(fates.fates)
+        self.last_step = fates.last_step
+        self.last_checkpoint = max(checkpoints, default=-1)
+        self.ready = {group.group_id: group for group in ready if group.group_id not in self._decided}
+        size = self._leases.block_size
+        done = {self._leases.block_of(group_id) for group_id in (*self._decided, *self.ready)}
+        have = self._decided | set(self.ready)
+        self._leases.mark_done(b for b in done if all(g in have for g in range(b * size, (b + 1) * size)))
+
+    # -- heartbeats -------------------------------------------------------------------------------------------------
+
+    def heartbeat(self, beat: wire.Heartbeat) -> wire.HeartbeatAnswer:
+        now_s = time.monotonic()
+        peer = self.peers.get(beat.name)
+        moved = peer is None or peer.beat.pid != beat.pid or peer.beat.activity != beat.activity
+        waits = beat.state in ("waiting", "starting")
+        active_at_s = now_s if peer is None or moved or waits else peer.active_at_s
+        self.peers[beat.name] = Peer(beat, now_s, active_at_s)
+        return wire.HeartbeatAnswer(stop=self.is_stopping, published=self.published)
+
+    def forget(self, name: str) -> list[int]:
+        """A process is gone: its leases are handed out again; returns the blocks."""
+        self.peers.pop(name, None)
+        blocks = self._leases.end_worker(name)
+        self._wake()
+        return blocks
+
+    # -- rollout ----------------------------------------------------------------------------------------------------
+
+    async def lease(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
+        deadline_s = time.monotonic() + request.wait_s
+        while True:
+            answer = self._lease_now(request.name)
+            if answer.stop or answer.groups or not await self._wait_for_change(deadline_s):
+                return answer
+
+    def _lease_now(self, name: str) -> wire.LeaseAnswer:
+        if self.is_stopping or self.is_finished:
+            return wire.LeaseAnswer(stop=True)
+        now_s = time.monotonic()
+        self._leases.expire(now_s)
+        lease = self._leases.take(name, now_s, self._recipe.rollout.lease_s, self._may_start, self._end_block())
+        if lease is None:
+            return wire.LeaseAnswer()
+        groups = tuple(self._leases.groups(lease.block))
+        version = self.rule.version_for(groups[0]) if self.rule.bitwise else self.published
+        return wire.LeaseAnswer(block=lease.block, groups=groups, version=version)
+
+    def _may_start(self, block: int) -> bool:
+        waiting = self._leases.num_leased_groups + len(self.ready)
+        return self.rule.may_start(
+            self._leases.groups(block)[0],
+            published=self.published,
+            steps_left=self._recipe.steps - self.last_step,
+            waiting=waiting,
+        )
+
+    def _end_block(self) -> int | None:
+        if not self.rule.bitwise:
+            return None
+        return self._recipe.steps * self.rule.groups_per_step // self._leases.block_size
+
+    def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+        if self._leases.commit(request.block) is CommitAnswer.DUPLICATE:
+            known = self.ready.get(request.groups[0].group_id)
+            return wire.CommitReply(accepted=known == request.groups[0])  # a repeated message of the accepted commit
+        for group in request.groups:
+            if group.group_id not in self._decided:
+                self.ready[group.group_id] = group
+        self.throughput.recent.append((time.monotonic(), request.response_tokens))
+        self.failures.window.extend([True] * len(request.errors) + [False] * (request.episodes - len(request.errors)))
+        if request.errors and not self.failures.first_error:
+            self.failures.first_error = request.errors[0]
+        self._wake()
+        return wire.CommitReply(accepted=True)
+
+    # -- trainer ----------------------------------------------------------------------------------------------------
+
+    async def batch(self, request: wire.BatchRequest) -> wire.BatchAnswer:
+        deadline_s = time.monotonic() + request.wait_s
+        while True:
+            choice = choose_batch(self.rule, request.step, self.ready)
+            if choice is not None:
+                return wire.BatchAnswer(ready=True, trained=choice.trained, rejected=choice.rejected)
+            if self.is_stopping or not await self._wait_for_change(deadline_s):
+                return wire.BatchAnswer(ready=False, missing=len(missing_groups(self.rule, request.step, self.ready)))
+
+    def recorded(self, message: wire.Recorded) -> None:
+        self.last_step = max(self.last_step, message.step)
+        self._decided.update(message.group_ids)
+        for group_id in message.group_ids:
+            self.ready.pop(group_id, None)
+        self._wake()
+
+    def publish(self, message: wire.Published) -> None:
+        if message.version >= self.published:
+            self.published, self.weights_digest = message.version, message.weights_digest
+        self._wake()
+
+    def finish(self) -> None:
+        self.is_finished = True
+        self._wake()
+
+    def stop(self) -> None:
+        """Hand out nothing more; every role is told with its next heartbeat or answer."""
+        self.is_stopping = True
+        self._wake()
+
+    async def rendezvous(self, message: wire.Rendezvous) -> wire.RendezvousAnswer:
+        if message.address is not None:
+            self._rendezvous = (message.attempt, message.address)
+            self._wake()
+            return wire.RendezvousAnswer(address=message.address)
+        deadline_s = time.monotonic() + message.wait_s
+        while True:
+            if self._rendezvous is not None and self._rendezvous[0] == message.attempt:
+                return wire.RendezvousAnswer(address=self._rendezvous[1])
+            if not await self._wait_for_change(deadline_s):
+                return wire.RendezvousAnswer(address=None)
+
+    # -- for people -------------------------------------------------------------------------------------------------
+
+    def status(self) -> wire.StatusAnswer:
+        now_s = time.monotonic()
+        workers = tuple(
+            {
+                "name": name,
+                "host": peer.beat.host,
+                "state": peer.beat.state,
+                "policy_version": peer.beat.policy_version,
+                "samples_in_flight": peer.beat.samples_in_flight,
+            }
+            for name, peer in sorted(self.peers.items())
+            if name.startswith("rollout-")
+        )
+        return wire.StatusAnswer(
+            state="finished" if self.is_finished else "draining" if self.is_stopping else "running",
+            workers=workers,
+            waiting_for=self.waiting_for(),
+            ready_groups=len(self.ready),
+            tokens_per_s=round(self.throughput.tokens_per_s(now_s), 1),
+        )
+
+    def waiting_for(self) -> str:
+        """What the next train step waits for, in words."""
+        trainers = [peer.beat.state for name, peer in sorted(self.peers.items()) if name.startswith("trainer-")]
+        if not trainers:
+            return "the trainer to start"
+        if trainers[0] != "waiting":
+            return f"the trainer ({trainers[0]})"
+        busy = sum(peer.beat.samples_in_flight for peer in self.peers.values())
+        needed = self.rule.groups_per_step - len(self.ready)
+        return f"rollout: {max(needed, 0)} groups to come, {busy} samples in flight"
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Everybody who waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_for_change(self, deadline_s: float) -> bool:
+        """False when the deadline passed first."""
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            return False
+        try:
+            await asyncio.wait_for(self._changed.wait(), remaining_s)
+        except TimeoutError:
+            return False
+        return True

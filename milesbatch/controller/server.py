@@ -1,0 +1,125 @@
+"""The controller's HTTP server: routes to the hub, refuses other incarnations. Runs in the controller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from milesbatch.controller import wire
+from milesbatch.controller.hub import Hub
+
+M = TypeVar("M", bound=wire.Message)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are the controller's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ControllerServer:
+    """Serves the hub on a free port of ``host``; ``url`` is known before the first request."""
+
+    def __init__(
+        self, hub: Hub, token: str, incarnation: int, host: str, progress: Callable[[wire.Message], None]
+    ) -> None:
+        self._hub = hub
+        self._expected = (token, str(incarnation))
+        self._progress = progress
+        self._socket = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(self._application(), log_level="error", access_log=False, lifespan="off", ws="none")
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    def _application(self) -> Starlette:
+        hub = self._hub
+
+        async def heartbeat(message: wire.Heartbeat) -> wire.Message:
+            return hub.heartbeat(message)
+
+        async def commit(message: wire.CommitRequest) -> wire.Message:
+            return hub.commit(message)
+
+        async def pending(message: wire.PendingRequest) -> wire.Message:
+            return wire.PendingAnswer(groups=tuple(hub.ready[group_id] for group_id in sorted(hub.ready)))
+
+        async def recorded(message: wire.Recorded) -> wire.Message:
+            hub.recorded(message)
+            return self._told(message)
+
+        async def published(message: wire.Published) -> wire.Message:
+            hub.publish(message)
+            return self._told(message)
+
+        async def step_done(message: wire.StepDone) -> wire.Message:
+            hub.last_metrics = dict(message.metrics)
+            return self._told(message)
+
+        async def checkpointed(message: wire.Checkpointed) -> wire.Message:
+            hub.last_checkpoint = max(hub.last_checkpoint, message.step)
+            return self._told(message)
+
+        async def finished(message: wire.Finished) -> wire.Message:
+            hub.finish()
+            return self._told(message)
+
+        return Starlette(
+            routes=[
+                self._route("heartbeat", wire.Heartbeat, heartbeat),
+                self._route("lease", wire.LeaseRequest, hub.lease),
+                self._route("commit", wire.CommitRequest, commit),
+                self._route("batch", wire.BatchRequest, hub.batch),
+                self._route("pending", wire.PendingRequest, pending),
+                self._route("recorded", wire.Recorded, recorded),
+                self._route("published", wire.Published, published),
+                self._route("step", wire.StepDone, step_done),
+                self._route("checkpointed", wire.Checkpointed, checkpointed),
+                self._route("finished", wire.Finished, finished),
+                self._route("rendezvous", wire.Rendezvous, hub.rendezvous),
+                Route("/v1/status", self._status, methods=["GET"]),
+            ]
+        )
+
+    def _told(self, message: wire.Message) -> wire.Ok:
+        self._progress(message)
+        return wire.Ok()
+
+    def _route(self, name: str, kind: type[M], answer: Callable[[M], Awaitable[wire.Message]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            headers = request.headers
+            if (headers.get("x-milesbatch-token"), headers.get("x-milesbatch-incarnation")) != self._expected:
+                return JSONResponse({"error": "another incarnation"}, status_code=409)
+            try:
+                message = kind.model_validate_json(await request.body())
+            except ValidationError as error:
+                return JSONResponse({"error": str(error)}, status_code=422)
+            return Response((await answer(message)).model_dump_json(), media_type="application/json")
+
+        return Route(f"/v1/{name}", endpoint, methods=["POST"])
+
+    async def _status(self, request: Request) -> Response:
+        return Response(self._hub.status().model_dump_json(), media_type="application/json")

@@ -1,0 +1,152 @@
+"""The controller's small HTTP interface: one frozen model for each message, shared by both ends. No I/O.
+
+All requests are POST with JSON and the headers ``x-milesbatch-token`` and ``x-milesbatch-incarnation``; a process of
+another incarnation gets 409 and stops. Requests that wait (``lease``, ``batch``, ``rendezvous``) are answered after a few
+seconds at most; an empty answer means: ask again. Every request may be repeated safely.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from milesbatch.records import GroupRef, Rejection
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Heartbeat(Message):
+    """Sent every ``slurm.heartbeat_s`` by every role process."""
+
+    name: str
+    pid: int
+    host: str
+    state: str
+    """What it does: ``starting``, ``generating``, ``training``, ``waiting`` …; ``waiting`` is never a hang."""
+    policy_version: int
+    samples_in_flight: int
+    activity: int
+    """A counter that grows with progress of any kind; when it stands still for ``slurm.hang_s``, the process hangs."""
+
+
+class HeartbeatAnswer(Message):
+    stop: bool
+    published: int
+    """Newest published policy version."""
+
+
+class LeaseRequest(Message):
+    name: str
+    wait_s: float
+    """How long the controller may hold the request; 0 asks without waiting."""
+
+
+class LeaseAnswer(Message):
+    """A block to work on, or nothing for now (``groups`` empty), or the end (``stop``)."""
+
+    stop: bool = False
+    block: int = -1
+    groups: tuple[int, ...] = ()
+    version: int = -1
+    """Bitwise mode: the one version to use. Relaxed: the newest published one, to begin with."""
+
+
+class CommitRequest(Message):
+    """A block's trajectory file is durable and visible."""
+
+    name: str
+    block: int
+    groups: tuple[GroupRef, ...]
+    response_tokens: int
+    generated_s: float
+    errors: tuple[str, ...]
+    """Errors of failed episodes, one text each."""
+    episodes: int
+
+
+class CommitReply(Message):
+    accepted: bool
+
+
+class BatchRequest(Message):
+    """The trainer asks for the groups of its next step."""
+
+    step: int
+    wait_s: float
+
+
+class BatchAnswer(Message):
+    ready: bool
+    trained: tuple[GroupRef, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    missing: int = 0
+    """Groups that are still missing."""
+
+
+class Recorded(Message):
+    """Batch record ``step`` is committed: these groups have their fates."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Published(Message):
+    """Policy version is published (its manifest is committed)."""
+
+    version: int
+    weights_digest: str
+
+
+class StepDone(Message):
+    """A train step is done: figures for people. ``replayed`` steps were computed before."""
+
+    step: int
+    replayed: bool
+    metrics: dict[str, float]
+
+
+class Checkpointed(Message):
+    step: int
+
+
+class Finished(Message):
+    """The last step is trained and its checkpoint is committed."""
+
+    step: int
+
+
+class PendingRequest(Message):
+    """The trainer asks which groups are finished and have no fate, to name them in a checkpoint."""
+
+
+class PendingAnswer(Message):
+    groups: tuple[GroupRef, ...]
+
+
+class Rendezvous(Message):
+    """Ranks of one attempt meet: rank 0 says where its store listens, the others ask."""
+
+    attempt: int
+    address: str | None
+    wait_s: float
+
+
+class RendezvousAnswer(Message):
+    address: str | None
+
+
+class Ok(Message):
+    ok: Literal[True] = True
+
+
+class StatusAnswer(Message):
+    """What only the controller knows, for `status` and the display."""
+
+    state: str
+    workers: tuple[dict[str, Any], ...]
+    waiting_for: str
+    ready_groups: int
+    tokens_per_s: float

@@ -1,0 +1,94 @@
+"""Everything that is checked and made before a run exists, in a process of its own: ``python -m milesbatch.preparation``.
+
+It imports torch, the data and the user's reward function, so that the controller need not; what is wrong with any of them
+is said here, before anything was started. The last line on stdout is the fingerprints as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from milesbatch.cluster.context import cache_directory, child_environment
+from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedError
+from milesbatch.recipe.load import load_recipe
+from milesbatch.recipe.models import Recipe
+from milesbatch.store.layout import RunLayout
+
+_MARK = "fingerprints "
+
+
+def prepare(layout: RunLayout, report: Callable[[str], None]) -> dict[str, str]:
+    """Fill ``model/`` and check data and reward, in a subprocess; returns the run's fingerprints.
+
+    Raises:
+        InputError: something that the recipe names cannot be used; says what.
+        RunFailedError: the subprocess died.
+    """
+    command = [sys.executable, "-m", "milesbatch.preparation", str(layout.root), str(cache_directory())]
+    fingerprints: dict[str, str] | None = None
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(2, {})
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process:
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                fingerprints = json.loads(line.removeprefix(_MARK))
+            else:
+                report(line.rstrip())
+        said = process.stderr.read()
+    if process.returncode == InputError.exit_code:
+        raise InputError(said.strip().rpartition("error: ")[2])
+    if process.returncode or fingerprints is None:
+        raise RunFailedError(
+            f"preparing the run ended with exit status {process.returncode}", mend=f"it said: {said.strip()[-2000:]}"
+        )
+    return fingerprints
+
+
+def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Callable[[str], None]) -> dict[str, str]:
+    """Make the model directory and check that the first prompts can be asked and judged; returns the fingerprints.
+
+    Raises:
+        ModelError, DataError, ExtensionError: what the recipe names cannot be used.
+    """
+    from milesbatch.environments.judge import reward_fingerprint
+    from milesbatch.environments.prompts import encode_prompt, open_prompts
+    from milesbatch.models.fingerprint import model_fingerprints
+    from milesbatch.models.load import context_length, load_tokenizer
+    from milesbatch.models.prepare import prepare_model
+
+    prompts = open_prompts(recipe)
+    reward = reward_fingerprint(recipe.environment.reward)
+    prepare_model(recipe, layout.model, cache, report)
+    tokenizer = load_tokenizer(layout.model)
+    longest = max(len(encode_prompt(tokenizer, recipe.model, prompts.prompt(group_id))) for group_id in range(16))
+    needed, limit = longest + recipe.rollout.sampling.max_new_tokens, context_length(layout.model)
+    if needed > limit:
+        raise DataError(
+            f"a prompt of {longest} tokens and rollout.sampling.max_new_tokens "
+            f"({recipe.rollout.sampling.max_new_tokens}) need {needed} tokens; the model has room for {limit}",
+            mend="lower rollout.sampling.max_new_tokens, shorten the prompts, or use a model with a longer context",
+        )
+    return {**model_fingerprints(recipe, layout.model), "data": prompts.fingerprint(), "reward": reward}
+
+
+def main(arguments: list[str]) -> int:
+    """``RUN_DIR CACHE_DIR``; progress on stdout, fingerprints last; errors on stderr."""
+    layout, cache = RunLayout(Path(arguments[0])), Path(arguments[1])
+    try:
+        recipe = load_recipe(layout.recipe)
+        fingerprints = check_and_make(layout, recipe, cache, lambda line: print(line, flush=True))
+    except MilesbatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(_MARK + json.dumps(fingerprints), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

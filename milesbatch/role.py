@@ -1,0 +1,28 @@
+"""What every role process does first and last: know who it is, die with its parent, and end with one clear error."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+from collections.abc import Callable
+
+from milesbatch.cluster.context import RoleContext
+from milesbatch.cluster.local import die_with_parent
+from milesbatch.errors import MilesbatchError
+
+
+def run_role(main: Callable[[RoleContext], None]) -> None:
+    """Run a role's ``main`` and exit. Expected errors end as one ``error:`` text, which the controller reads from the log;
+    anything else ends as a traceback there."""
+    faulthandler.enable()
+    # The controller decides about stopping; a terminal's Ctrl-C reaches the whole foreground group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        context = RoleContext.from_environment()
+        die_with_parent(context.parent_pid)
+        main(context)
+    except MilesbatchError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    sys.exit(0)

@@ -1,0 +1,128 @@
+"""Episodes: from a lease to generation requests, and from completions to trajectories. No files, no HTTP.
+
+Every draw is decided by (run seed, group, sample), so an episode that is run again under the same weights in the same
+batch gives the same trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from milesbatch.decisions.seeds import derive_seed
+from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams, VersionSpan
+from milesbatch.environments.judge import Judge, Judgement
+from milesbatch.environments.prompts import Prompt, PromptStream, encode_prompt
+from milesbatch.recipe.models import Recipe
+from milesbatch.trajectories.trajectory import Message, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One sample to be generated."""
+
+    group_id: int
+    sample_index: int
+    prompt: Prompt
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Who records: goes into every trajectory."""
+
+    worker: str
+    incarnation: int
+
+
+class EpisodeRunner:
+    """Turns groups into requests and completions into judged trajectories."""
+
+    def __init__(
+        self, recipe: Recipe, prompts: PromptStream, tokenizer: Any, stop_token_ids: tuple[int, ...], recorder: Recorder
+    ) -> None:
+        self._recipe = recipe
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._judge = Judge(recipe.environment.reward)
+        self._recorder = recorder
+        sampling = recipe.rollout.sampling
+        self._sampling = SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=stop_token_ids,
+            stop=sampling.stop,
+        )
+
+    def episodes(self, groups: Sequence[int]) -> list[Episode]:
+        """All samples of ``groups``, in order of group and sample."""
+        episodes = []
+        for group_id in groups:
+            prompt = self._prompts.prompt(group_id)
+            tokens = encode_prompt(self._tokenizer, self._recipe.model, prompt)
+            for index in range(self._recipe.rollout.samples_per_group):
+                seed = derive_seed(self._recipe.seed, "sample", group_id, index)
+                request = GenerationRequest(tokens, self._sampling, seed)
+                episodes.append(Episode(group_id, index, prompt, request))
+        return episodes
+
+    def record(
+        self,
+        episodes: Sequence[Episode],
+        completions: Sequence[Completion],
+        digests: Mapping[int, str],
+        started: datetime,
+        ended: datetime,
+    ) -> list[Trajectory]:
+        """Judge the responses and make the trajectories; ``digests`` maps policy versions to their weights digests."""
+        texts = [self._text(completion) for completion in completions]
+        judgements = self._judge.judge_all([(e.prompt, text) for e, text in zip(episodes, texts, strict=True)])
+        return [
+            self._trajectory(episode, completion, text, judgement, digests, started, ended)
+            for episode, completion, text, judgement in zip(episodes, completions, texts, judgements, strict=True)
+        ]
+
+    def _text(self, completion: Completion) -> str:
+        return str(self._tokenizer.decode(list(completion.tokens), skip_special_tokens=True))
+
+    def _trajectory(
+        self,
+        episode: Episode,
+        completion: Completion,
+        text: str,
+        judgement: Judgement,
+        digests: Mapping[int, str],
+        started: datetime,
+        ended: datetime,
+    ) -> Trajectory:
+        prompt, response = episode.request.prompt_tokens, completion.tokens
+        newest = completion.versions[-1].version if completion.versions else None
+        messages = [Message(m.role, m.content) for m in episode.prompt.messages]
+        return Trajectory(
+            group_id=episode.group_id,
+            sample_index=episode.sample_index,
+            prompt_id=episode.prompt.prompt_id,
+            messages=(*messages, Message("assistant", text)),
+            tokens=(*prompt, *response),
+            loss_mask=(False,) * len(prompt) + (True,) * len(response),
+            logprobs=(0.0,) * len(prompt) + completion.logprobs,
+            versions=tuple(VersionSpan(span.start + len(prompt), span.version) for span in completion.versions),
+            weights_digest="" if newest is None else digests[newest],
+            reward=judgement.reward,
+            rewards=judgement.parts,
+            finish_reason=completion.finish_reason,
+            turns=1,
+            seed=episode.request.seed,
+            worker=self._recorder.worker,
+            incarnation=self._recorder.incarnation,
+            started=started,
+            ended=ended,
+            prompt_tokens=len(prompt),
+            response_tokens=len(response),
+            error=judgement.error,
+            env={"answer": episode.prompt.answer, **episode.prompt.env},
+        )

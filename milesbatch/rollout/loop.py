@@ -1,0 +1,211 @@
+"""The rollout worker's loop.
+
+    lease (which groups, which version) -> follow the weights -> generate -> judge -> commit the file -> tell the controller
+
+Bitwise mode: one lease at a time, decoded as one fixed batch under exactly the version that the lease names. Relaxed mode:
+several leases are open at once, the engine keeps its batch full, and newer weights are swapped in between two decoding
+steps while samples are running (their tokens carry the version that made them).
+
+Crash states: killed before the commit of the file, nothing happened and the lease is handed out again. Killed between the
+commit and telling: the file is found and accepted by the next take-over; within the same incarnation the block is
+generated again and the second file is the one that counts (the first is quarantined by the next take-over).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from milesbatch.cluster.context import RoleContext
+from milesbatch.controller import wire
+from milesbatch.controller.client import Controller, Pulse
+from milesbatch.engines.protocol import Completion, RolloutEngine
+from milesbatch.errors import DataError, StorageFullError
+from milesbatch.rollout.episodes import Episode, EpisodeRunner
+from milesbatch.store.durable import move_to_quarantine
+from milesbatch.store.events import EventLog
+from milesbatch.store.fence import Fence
+from milesbatch.store.run import OpenRun
+from milesbatch.trajectories.groups import refs_of
+from milesbatch.trajectories.schema import FileMetadata
+from milesbatch.trajectories.trajectory import Trajectory
+from milesbatch.trajectories.writer import write_trajectories
+from milesbatch.weights.follower import Follower
+
+_POLL_S = 0.05
+_SPACE_PATIENCE_S = 600.0
+
+
+@dataclass(slots=True)
+class OpenLease:
+    """A block that is being generated."""
+
+    block: int
+    episodes: list[Episode]
+    futures: list[Future[Completion]]
+    started: datetime
+    started_s: float
+
+
+class WorkerLoop:
+    """One rollout worker at work."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        run: OpenRun,
+        engine: RolloutEngine,
+        runner: EpisodeRunner,
+        follower: Follower,
+        controller: Controller,
+        pulse: Pulse,
+        events: EventLog,
+        metadata: FileMetadata,
+    ) -> None:
+        self._context = context
+        self._layout = run.layout
+        self._recipe = run.recipe
+        self._engine = engine
+        self._runner = runner
+        self._follower = follower
+        self._controller = controller
+        self._pulse = pulse
+        self._events = events
+        self._metadata = metadata
+        self._fence = Fence(run.layout, context.incarnation)
+        self._is_bitwise = run.recipe.determinism == "bitwise"
+        self._digests: dict[int, str] = {}
+        self._open: list[OpenLease] = []
+
+    def run(self) -> None:
+        """Work until the controller says stop.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            CorruptArtefactError: the weights cannot be rebuilt from any chain.
+            StorageError: trajectories cannot be written.
+        """
+        while True:
+            if not self._take_leases():
+                return
+            self._pulse.state = "generating" if self._open else "waiting"
+            self._follow_newest()
+            for lease in self._finished():
+                self._open.remove(lease)
+                self._commit(lease)
+
+    # -- leases -----------------------------------------------------------------------------------------------------
+
+    def _take_leases(self) -> bool:
+        """Take what there is room for; waits only when idle. False when it is time to stop."""
+        while not self._open or (not self._is_bitwise and self._has_room()):
+            idle = not self._open
+            self._pulse.state = "waiting" if idle else "generating"
+            answer = self._controller.lease(wait=idle)
+            if answer.stop:
+                return False
+            if answer.groups:
+                self._start(answer)
+            elif not idle:
+                return True
+        return True
+
+    def _has_room(self) -> bool:
+        """Keep the engine's slots full, and one lease waiting behind them."""
+        return self._engine.samples_in_flight < self._recipe.rollout.max_concurrent_samples
+
+    def _start(self, answer: wire.LeaseAnswer) -> None:
+        self._pulse.state = "generating"
+        version = answer.version if self._is_bitwise else max(answer.version, self._engine.policy_version)
+        self._activate(version)
+        episodes = self._runner.episodes(answer.groups)
+        try:
+            futures = self._engine.submit([episode.request for episode in episodes])
+        except ValueError as error:
+            raise DataError(
+                f"groups {answer.groups[0]}..{answer.groups[-1]}: {error}",
+                mend="shorten the prompts, lower rollout.sampling.max_new_tokens, or use a model with a longer context",
+            ) from error
+        self._open.append(OpenLease(answer.block, episodes, futures, datetime.now(UTC), time.monotonic()))
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def _follow_newest(self) -> None:
+        newest = self._pulse.published
+        if not self._is_bitwise and newest > self._engine.policy_version:
+            self._activate(newest)
+
+    def _activate(self, version: int) -> None:
+        if self._engine.policy_version == version:
+            return
+        began_s = time.monotonic()
+        weights = self._follower.advance_to(version)
+        prepared_s = time.monotonic() - began_s
+        paused_s = self._engine.activate(weights)
+        self._digests[version] = weights.weights_digest
+        self._pulse.policy_version = version
+        self._pulse.moved()
+        self._events.write(
+            "weights_activated", version=version, prepared_s=round(prepared_s, 4), paused_s=round(paused_s, 4)
+        )
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> list[OpenLease]:
+        """Leases whose samples are all done; waits a moment for the next one."""
+        running = [future for lease in self._open for future in lease.futures if not future.done()]
+        if running:
+            wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        self._pulse.samples_in_flight = self._engine.samples_in_flight
+        self._pulse.set_activity(self._engine.tokens_generated)
+        return [lease for lease in self._open if all(future.done() for future in lease.futures)]
+
+    def _commit(self, lease: OpenLease) -> None:
+        completions = [future.result() for future in lease.futures]
+        generated_s = time.monotonic() - lease.started_s
+        trajectories = self._runner.record(lease.episodes, completions, self._digests, lease.started, datetime.now(UTC))
+        self._write(lease, trajectories, generated_s)
+
+    def _write(self, lease: OpenLease, trajectories: list[Trajectory], generated_s: float) -> None:
+        deadline_s = time.monotonic() + _SPACE_PATIENCE_S
+        while True:
+            try:
+                name, ref = write_trajectories(
+                    self._layout,
+                    trajectories,
+                    incarnation=self._context.incarnation,
+                    worker=self._context.name,
+                    metadata=self._metadata,
+                    before_commit=self._fence.check,
+                )
+                break
+            except StorageFullError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                self._events.write("waiting_for_space", error=error.what)
+                self._pulse.state = "waiting"
+                time.sleep(1.0)
+        request = wire.CommitRequest(
+            name=self._context.name,
+            block=lease.block,
+            groups=refs_of(trajectories, str(name), ref.digest),
+            response_tokens=sum(trajectory.response_tokens for trajectory in trajectories),
+            generated_s=generated_s,
+            errors=tuple(trajectory.error for trajectory in trajectories if trajectory.error is not None),
+            episodes=len(trajectories),
+        )
+        accepted = self._controller.commit(request)
+        self._events.write(
+            "trajectories_committed",
+            path=str(name),
+            block=lease.block,
+            accepted=accepted,
+            tokens=request.response_tokens,
+            generated_s=round(generated_s, 4),
+            failed=len(request.errors),
+        )
+        if not accepted:
+            reason = "another worker's file of the same groups was committed first"
+            move_to_quarantine(self._layout.trajectory(name), self._layout.quarantine, reason)

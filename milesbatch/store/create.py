@@ -1,0 +1,77 @@
+"""Making a run directory: freeze the recipe, and commit ``run.json``, which is the moment at which the run exists.
+
+Crash states: killed before ``run.json`` is committed, the directory holds a recipe and perhaps model files, and the same
+command makes them again; nothing refers to them. Killed after it: the run exists and is continued.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from milesbatch.errors import InputError
+from milesbatch.recipe.load import dump_recipe, recipe_digest
+from milesbatch.recipe.models import Recipe
+from milesbatch.records import RunRecord
+from milesbatch.store.clock import utc_now
+from milesbatch.store.durable import (
+    AlreadyExistsError,
+    create_exclusively,
+    file_ref,
+    make_directory,
+    publish_file,
+    remove_file,
+)
+from milesbatch.store.layout import RunLayout
+
+
+def lay_out(layout: RunLayout, recipe: Recipe) -> None:
+    """Make the directories and write the frozen recipe.
+
+    Raises:
+        InputError: the directory holds something else than a run.
+        StorageError: it cannot be written.
+    """
+    known = {path.name for path in layout.directories()} | {"recipe.yaml", "run.json", "tracking"}
+    strangers = sorted(p.name for p in layout.root.iterdir() if p.name not in known) if layout.root.is_dir() else []
+    strangers = [name for name in strangers if not name.startswith(".")]
+    if layout.root.exists() and not layout.root.is_dir():
+        raise InputError(f"{layout.root} is a file", mend="give a directory with --run-dir")
+    if strangers:
+        raise InputError(
+            f"{layout.root} is not empty and is not a run: it holds {', '.join(strangers[:5])}",
+            mend="give a new or empty directory with --run-dir",
+        )
+    for directory in layout.directories():
+        make_directory(directory)
+    text = dump_recipe(recipe).encode()
+    try:
+        publish_file(layout.recipe, text)
+    except AlreadyExistsError:
+        remove_file(layout.recipe)  # left by a start that died before its run existed
+        publish_file(layout.recipe, text)
+
+
+def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str]) -> RunRecord:
+    """Commit ``run.json`` over everything that is in place now.
+
+    Raises:
+        AlreadyExistsError: another process has made a run here at the same time.
+        StorageError: nothing was committed.
+    """
+    payload = [layout.recipe, *sorted(path for path in layout.model.rglob("*") if path.is_file())]
+    record = RunRecord(
+        run_id=f"{recipe.name}-{secrets.token_hex(4)}",
+        name=recipe.name,
+        recipe_digest=recipe_digest(recipe),
+        created_at=utc_now(),
+        fingerprints=dict(fingerprints),
+        files=tuple(file_ref(path, name=_relative(layout, path)) for path in payload),
+    )
+    create_exclusively(layout.run_record, record.to_bytes())
+    return record
+
+
+def _relative(layout: RunLayout, path: Path) -> str:
+    return str(path.relative_to(layout.root))

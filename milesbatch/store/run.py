@@ -1,0 +1,67 @@
+"""A run as every process finds it: its record, its recipe as this incarnation runs it. Reads only.
+
+``recipe.yaml`` is frozen when the run is made; an incarnation may run with allowed changes (more steps, another checkpoint
+interval …), which its record holds. So the recipe of an incarnation is the frozen one with those changes applied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.recipe.load import load_recipe
+from milesbatch.recipe.models import Recipe
+from milesbatch.records import IncarnationRecord, RunRecord, canonical_json
+from milesbatch.store.durable import read_optional, verify_file
+from milesbatch.store.layout import RunLayout
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A committed run and the recipe that one of its incarnations runs with."""
+
+    layout: RunLayout
+    record: RunRecord
+    recipe: Recipe
+
+
+def read_run_record(layout: RunLayout) -> RunRecord | None:
+    """The run's record; None when there is no run (yet) in this directory.
+
+    Raises:
+        CorruptArtefactError: ``run.json`` is damaged.
+    """
+    data = read_optional(layout.run_record)
+    return None if data is None else RunRecord.from_bytes(data, str(layout.run_record))
+
+
+def frozen_recipe(layout: RunLayout, record: RunRecord) -> Recipe:
+    """The recipe as it was frozen, verified against ``run.json``.
+
+    Raises:
+        CorruptArtefactError: ``recipe.yaml`` is damaged.
+    """
+    for ref in record.files:
+        if ref.path == layout.recipe.name:
+            verify_file(layout.recipe, ref)
+    return load_recipe(layout.recipe)
+
+
+def open_run(layout: RunLayout, incarnation: int) -> OpenRun:
+    """The run as ``incarnation`` runs it.
+
+    Raises:
+        InputError: there is no run in this directory.
+        CorruptArtefactError: one of its records is damaged.
+    """
+    record = read_run_record(layout)
+    if record is None:
+        raise InputError(f"{layout.root} is not a run: it has no run.json", mend="give the directory of a run")
+    recipe = frozen_recipe(layout, record)
+    path = layout.incarnation(incarnation)
+    data = read_optional(path)
+    if data is None:
+        raise CorruptArtefactError(f"{path} is missing", mend="run `milesbatch audit` on the run")
+    changes = IncarnationRecord.from_bytes(data, str(path)).recipe_changes
+    overrides = [f"{key}={canonical_json(value).decode().strip()}" for key, value in sorted(changes.items())]
+    return OpenRun(layout, record, load_recipe(layout.recipe, overrides) if overrides else recipe)

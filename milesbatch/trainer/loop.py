@@ -1,0 +1,266 @@
+"""The trainer's loop: resume, replay, then step after step.
+
+    load checkpoint c ──> replay c+1..k with the recorded batches ──> for step k+1 ...:
+        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> rank 0: publish weights
+        every N steps, and on a stop signal: checkpoint in the background
+
+The order of effects that recovery relies on (docs/protocol.md, rule 4): the batch record of step k is committed before step
+k computes; version k is published after it; checkpoint k is committed after version k. So a crash at any instant leaves one
+of: record without version (replayed, then published), version without checkpoint (replayed, digests compared), or both.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from milesbatch.backends.distributed_checkpoint import load
+from milesbatch.backends.protocol import TrainerBackend
+from milesbatch.cluster.context import RoleContext
+from milesbatch.controller import wire
+from milesbatch.controller.client import Controller, Pulse
+from milesbatch.decisions.fates import FateTable
+from milesbatch.decisions.resume import ResumePlan, plan_resume
+from milesbatch.records import BatchRecord, GroupRef
+from milesbatch.store.clock import utc_now
+from milesbatch.store.events import EventLog
+from milesbatch.store.fence import Fence
+from milesbatch.store.run import OpenRun
+from milesbatch.store.survey import read_incarnations, survey
+from milesbatch.trainer.batch import read_groups, sift, step_data
+from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
+from milesbatch.trainer.publishing import Publishing
+from milesbatch.trainer.recording import commit_batch_record
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What rank 0 found on disk and all ranks follow: one rank decides, the others receive."""
+
+    plan: ResumePlan
+    records: tuple[BatchRecord, ...]
+    divergences: tuple[int, ...]
+
+
+class TrainerLoop:
+    """One rank of the trainer."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        run: OpenRun,
+        backend: TrainerBackend,
+        controller: Controller,
+        pulse: Pulse,
+        events: EventLog,
+    ) -> None:
+        self._context = context
+        self._layout = run.layout
+        self._recipe = run.recipe
+        self._backend = backend
+        self._controller = controller
+        self._pulse = pulse
+        self._events = events
+        self._is_first = context.index == 0
+        self.fence = Fence(run.layout, context.incarnation)
+        self._fates = FateTable()
+        self._publishing = Publishing(run.layout, run.recipe, self.fence, backend, self._is_first)
+        self._checkpointed = -1
+
+    def run(self, checkpointer: Checkpointer) -> None:
+        """Train until the recipe's steps are done, or until the controller says stop."""
+        resume = _agree(self._find_resume() if self._is_first else None)
+        assert resume is not None
+        self._load(resume)
+        step = resume.plan.checkpoint_step
+        while step < self._recipe.steps:
+            began_s = time.monotonic()
+            record = self._next_record(step + 1, resume)
+            if record is None:
+                break
+            step += 1
+            self._train(record, is_replay=step <= resume.plan.last_batch, began_s=began_s)
+            self._maybe_checkpoint(checkpointer, step)
+        self._last_checkpoint(checkpointer, step)
+        if step >= self._recipe.steps and self._is_first:
+            self._controller.tell("finished", wire.Finished(step=step))
+
+    # -- resume -----------------------------------------------------------------------------------------------------
+
+    def _find_resume(self) -> Resume:
+        """Rank 0 looks at the files; a restart inside an incarnation finds this incarnation's own artefacts too."""
+        found = survey(self._layout, read_incarnations(self._layout))
+        plan = plan_resume(found.checkpoints, len(found.batches), found.last_version)
+        divergences: tuple[int, ...] = ()
+        if plan.from_checkpoint:
+            divergences = read_checkpoint(self._layout, plan.checkpoint_step).divergences
+        self._events.write(
+            "resume",
+            checkpoint=plan.checkpoint_step if plan.from_checkpoint else None,
+            replays=len(plan.replayed),
+            last_batch=plan.last_batch,
+            last_version=found.last_version,
+        )
+        return Resume(plan, tuple(found.batches), divergences)
+
+    def _load(self, resume: Resume) -> None:
+        self._pulse.state = "loading"
+        plan = resume.plan
+        for record in resume.records[: plan.checkpoint_step]:
+            self._fates.add(record)
+        self._publishing.divergences = list(resume.divergences)
+        if plan.from_checkpoint:
+            manifest = read_checkpoint(self._layout, plan.checkpoint_step)
+            state = self._backend.state_dict()
+            load(state, self._layout.checkpoint_shards(plan.checkpoint_step, manifest.incarnation))
+            self._backend.load_state_dict(state)
+            self._checkpointed = plan.checkpoint_step
+            self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
+        else:
+            self._publishing.publish(0)
+        self._tell_published()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _next_record(self, step: int, resume: Resume) -> BatchRecord | None:
+        """The batch record of ``step``, recorded before or made now; None to stop. The same on all ranks."""
+        record: BatchRecord | None = None
+        if self._is_first:
+            if step <= resume.plan.last_batch:
+                record = None if self._pulse.should_stop else resume.records[step - 1]
+            else:
+                record = self._make_record(step)
+            if record is not None:
+                self._tell_recorded(record)
+        else:
+            self._pulse.state = "waiting"
+        return _agree(record)
+
+    def _make_record(self, step: int) -> BatchRecord | None:
+        """Rank 0: wait for finished groups, decide their fates, and commit the record."""
+        self._pulse.state = "waiting"
+        while True:
+            answer = self._controller.batch(step)
+            if answer.ready:
+                break
+            if self._pulse.should_stop:
+                return None
+        self._pulse.state = "training"
+        trajectories = read_groups(self._layout, answer.trained)
+        trained, rejected = sift(answer.trained, trajectories, self._recipe.algorithm)
+        fates = {group.group_id for group in trained} | {r.group_id for r in (*answer.rejected, *rejected)}
+        record = BatchRecord(
+            step=step,
+            incarnation=self._context.incarnation,
+            trained=trained,
+            rejected=(*answer.rejected, *rejected),
+            stream_position=max(self._fates.stream_position, max(fates, default=-1) + 1),
+            created_at=utc_now(),
+        )
+        commit_batch_record(self._layout, record, self.fence)
+        return record
+
+    def _train(self, record: BatchRecord, *, is_replay: bool, began_s: float) -> None:
+        waited_s = time.monotonic() - began_s
+        self._pulse.state = "replaying" if is_replay else "training"
+        self._fates.add(record)
+        trajectories = read_groups(self._layout, record.trained)
+        sampling = self._recipe.rollout.sampling
+        data = step_data(record, trajectories, self._recipe.algorithm, sampling.temperature)
+        metrics = self._backend.train_step(record.step, data.samples)
+        trained_s = time.monotonic()
+        self._pulse.moved()
+        published = self._publishing.publish(record.step)
+        self._pulse.policy_version = record.step
+        if self._is_first:
+            self._tell_published()
+            figures = {
+                **data.metrics,
+                **{name: value for name, value in asdict(metrics).items() if value is not None},
+                "wait_s": waited_s,
+                "train_s": trained_s - began_s - waited_s,
+                "publish_s": time.monotonic() - trained_s,
+                **published,
+            }
+            self._tell_step(record.step, is_replay, figures)
+        self._pulse.moved()
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _maybe_checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
+        """Commit the running checkpoint if it is written; begin the next one when it is due. All ranks decide alike."""
+        if self._is_first and (committed := checkpointer.poll()) is not None:
+            self._tell_checkpointed(committed)
+        if step % self._recipe.checkpoint.every == 0 and step < self._recipe.steps:
+            self._checkpoint(checkpointer, step)
+
+    def _last_checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
+        self._checkpoint(checkpointer, step)
+        self._finish_checkpoint(checkpointer)
+
+    def _checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
+        self._finish_checkpoint(checkpointer)
+        if step == 0 or step <= self._checkpointed or _agree(self._layout.checkpoint_manifest(step).exists()):
+            return
+        began_s = time.monotonic()
+        if self._is_first:
+            checkpointer.prepare(step)
+        dist.barrier()
+        checkpointer.start(self._backend.state_dict(), self._facts(step))
+        self._events.write("checkpoint_started", step=step, stall_s=round(time.monotonic() - began_s, 4))
+
+    def _finish_checkpoint(self, checkpointer: Checkpointer) -> None:
+        if (committed := checkpointer.finish()) is not None and self._is_first:
+            self._tell_checkpointed(committed)
+
+    def _facts(self, step: int) -> CheckpointFacts:
+        since = max(self._checkpointed, 0)
+        self._checkpointed = step
+        pending: tuple[GroupRef, ...] = ()
+        if self._is_first:
+            pending = self._controller.ask("pending", wire.PendingRequest(), wire.PendingAnswer).groups
+        fates = {str(g): str(fate) for g, fate in sorted(self._fates.fates.items()) if fate.step > since}
+        return CheckpointFacts(
+            step=step,
+            weights_digest=self._publishing.weights_digest,
+            stream_position=self._fates.stream_position,
+            fates_since=since,
+            fates=fates,
+            pending=tuple(group for group in pending if self._fates.is_pending(group.group_id)),
+            divergences=tuple(self._publishing.divergences),
+        )
+
+    # -- telling the controller -------------------------------------------------------------------------------------
+
+    def _tell_recorded(self, record: BatchRecord) -> None:
+        ids = tuple(g.group_id for g in record.trained) + tuple(r.group_id for r in record.rejected)
+        self._controller.tell("recorded", wire.Recorded(step=record.step, group_ids=ids))
+
+    def _tell_published(self) -> None:
+        if self._is_first:
+            message = wire.Published(version=self._publishing.version, weights_digest=self._publishing.weights_digest)
+            self._controller.tell("published", message)
+
+    def _tell_checkpointed(self, step: int) -> None:
+        self._events.write("checkpoint_committed", step=step)
+        self._controller.tell("checkpointed", wire.Checkpointed(step=step))
+
+    def _tell_step(self, step: int, is_replay: bool, figures: dict[str, float]) -> None:
+        figures = {name: round(float(value), 7) for name, value in figures.items()}
+        self._events.write(
+            "train_step", step=step, replayed=is_replay, weights_digest=self._publishing.weights_digest, metrics=figures
+        )
+        self._controller.tell("step", wire.StepDone(step=step, replayed=is_replay, metrics=figures))
+
+
+def _agree(value: T) -> T:
+    """Rank 0's value, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]

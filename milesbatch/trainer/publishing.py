@@ -1,0 +1,93 @@
+"""Publishing each new policy version, and comparing a replayed one with what was published.
+
+All ranks take part (the weights are gathered by collectives); rank 0 writes. A replay that gives other weights than the
+published ones follows ``checkpoint.on_divergence``: ``stop`` ends the run; ``adopt`` goes on with the trainer's weights,
+keeps the published version as what the rollouts used, and notes the step in every later checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from milesbatch.backends.protocol import TrainerBackend
+from milesbatch.errors import CorruptArtefactError, DivergenceError
+from milesbatch.recipe.models import Recipe
+from milesbatch.records import WeightsManifest
+from milesbatch.store.fence import Fence
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.survey import Seals, read_incarnations
+from milesbatch.weights.publisher import Publisher
+
+
+class Publishing:
+    """One rank's part in publishing."""
+
+    def __init__(
+        self, layout: RunLayout, recipe: Recipe, fence: Fence, backend: TrainerBackend, is_first: bool
+    ) -> None:
+        self._recipe = recipe
+        self._backend = backend
+        self._dtype = getattr(torch, recipe.weights.dtype)
+        self._publisher: Publisher | None = None
+        if is_first:
+            self._publisher = Publisher(
+                layout,
+                fence.incarnation,
+                keyframe_every=recipe.weights.keyframe_every,
+                before_commit=fence.check,
+                accept=Seals(read_incarnations(layout)).accept_weights,
+            )
+        self.version = -1
+        self.weights_digest = ""
+        self.divergences: list[int] = []
+
+    def resume_at(self, version: int, weights_digest: str) -> None:
+        """Go on from a checkpoint of ``version``: the next version becomes a delta on the published one."""
+        self.version, self.weights_digest = version, weights_digest
+        if self._publisher is not None:
+            try:
+                self._publisher.seed(version)
+            except CorruptArtefactError:
+                return  # no base for a delta: the next version is published as a keyframe
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Make the backend's weights policy ``version`` (all ranks); figures on rank 0.
+
+        Raises:
+            DivergenceError: the version was published before with other weights, and the recipe says ``stop``.
+            FencedError, StorageError: nothing was committed.
+        """
+        began_s = time.monotonic()
+        named = self._backend.named_weights(self._dtype)
+        if self._publisher is None:
+            for _ in named:
+                pass  # the collectives need every rank
+            self.version = version
+            return {}
+        try:
+            manifest = self._publisher.publish(version, named, self._backend.tied_names())
+        except DivergenceError:
+            if self._recipe.checkpoint.on_divergence == "stop":
+                raise
+            manifest = self._publisher.seed(version)
+            self.divergences.append(version)
+        self.version, self.weights_digest = version, manifest.weights_digest
+        return _figures(manifest, time.monotonic() - began_s)
+
+
+def _figures(manifest: WeightsManifest, seconds: float) -> dict[str, float]:
+    elements = sum(_elements(entry.shape) for entry in manifest.tensors)
+    return {
+        "weights_bytes": float(sum(ref.bytes for ref in manifest.files)),
+        "weights_changed_share": sum(entry.changed for entry in manifest.tensors) / max(elements, 1),
+        "weights_publish_s": seconds,
+    }
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

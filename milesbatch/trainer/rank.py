@@ -1,0 +1,64 @@
+"""Sets one trainer rank up: meets the other ranks, builds the backend, and hands over to the loop."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+from milesbatch.cluster.context import RoleContext
+from milesbatch.controller.client import Controller, Pulse
+from milesbatch.store.events import EventLog
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import open_run
+
+_NEVER = timedelta(days=7)
+"""Collectives never time out by themselves: rank 0 may wait long for rollouts. Hangs are found by heartbeats."""
+
+
+def main(context: RoleContext) -> None:
+    """Run one rank until the run is finished or the controller says stop."""
+    pulse = Pulse(context)
+    pulse.start()  # before torch is imported, see rollout.worker
+    began_s = time.monotonic()
+
+    import torch
+    import torch.distributed as dist
+
+    from milesbatch.backends.distributed_checkpoint import AsyncSaver
+    from milesbatch.backends.fsdp import FsdpBackend
+    from milesbatch.models.load import load_initial_model
+    from milesbatch.trainer.checkpointing import Checkpointer
+    from milesbatch.trainer.loop import TrainerLoop
+
+    layout = RunLayout(context.run_directory)
+    run = open_run(layout, context.incarnation)
+    recipe = run.recipe
+    torch.set_num_threads(recipe.trainer.threads)
+    torch.use_deterministic_algorithms(recipe.determinism == "bitwise", warn_only=True)
+    controller = Controller(context)
+    _join(context, controller, dist)
+    events = EventLog(layout, context.name, context.incarnation)
+    try:
+        backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), torch.device("cpu"))
+        loop = TrainerLoop(context, run, backend, controller, pulse, events)
+        checkpointer = Checkpointer(
+            layout, loop.fence, AsyncSaver(), context.index, context.count, recipe.checkpoint.keep
+        )
+        events.write("ready", seconds=round(time.monotonic() - began_s, 2))
+        loop.run(checkpointer)
+    finally:
+        events.close()
+    dist.destroy_process_group()
+
+
+def _join(context: RoleContext, controller: Controller, dist: Any) -> None:
+    """All ranks of this attempt join one process group; rank 0's store listens on a port that the kernel chose."""
+    if context.index == 0:
+        store = dist.TCPStore("127.0.0.1", 0, context.count, is_master=True, timeout=_NEVER, wait_for_workers=False)
+        controller.meet(f"{socket.gethostbyname('localhost')}:{store.port}")
+    else:
+        host, _, port = controller.meet(None).rpartition(":")
+        store = dist.TCPStore(host, int(port), context.count, is_master=False, timeout=_NEVER)
+    dist.init_process_group("gloo", store=store, rank=context.index, world_size=context.count, timeout=_NEVER)

@@ -1,0 +1,36 @@
+"""Committing a batch record: the moment at which groups get their fates (protocol rule 4).
+
+Crash states: killed before the exclusive creation, no group has a fate and the next start chooses again; killed after it, the
+step is replayed with exactly these groups. A record of the same step that a fenced incarnation managed to write after
+the seal does not count: it is moved to quarantine, and this one is committed.
+"""
+
+from __future__ import annotations
+
+from milesbatch.errors import FencedError
+from milesbatch.records import BatchRecord
+from milesbatch.store.durable import AlreadyExistsError, create_exclusively, move_to_quarantine
+from milesbatch.store.fence import Fence
+from milesbatch.store.layout import RunLayout
+
+
+def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) -> None:
+    """Commit ``record``; on return the fates in it are durable and visible.
+
+    Raises:
+        FencedError: a newer incarnation has taken over.
+        AlreadyExistsError: this incarnation has already recorded the step otherwise (two trainers at once: a bug).
+        StorageError: nothing was committed.
+    """
+    path = layout.batch(record.step)
+    try:
+        create_exclusively(path, record.to_bytes(), fence.check)
+    except AlreadyExistsError:
+        other = BatchRecord.from_bytes(path.read_bytes(), str(path))
+        if other.incarnation > record.incarnation:
+            raise FencedError(f"incarnation {other.incarnation} has recorded step {record.step}") from None
+        if other.incarnation == record.incarnation:
+            raise
+        reason = f"incarnation {other.incarnation} wrote it after incarnation {record.incarnation} had sealed the run"
+        move_to_quarantine(path, layout.quarantine, reason)
+        create_exclusively(path, record.to_bytes(), fence.check)

@@ -1,0 +1,154 @@
+"""What a run's ``weights/`` holds: rows for people, and the proof that every kept version can be rebuilt.
+
+Owns the walk over all versions; never changes anything. Invariant: :func:`verify` reads every committed byte of
+``weights/`` and holds one copy of the model at a time. The page behind it is ``docs/format-weights.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from milesbatch.errors import CorruptArtefactError, FormatVersionError, MilesbatchError
+from milesbatch.records import WeightsManifest
+from milesbatch.store.durable import verify_file
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.reader import Step, committed_versions, delta_refs, keyframe_ref, read_manifest
+from milesbatch.weights.rebuild import apply_step, check_tensor, check_tensors
+from milesbatch.weights.tensorfile import stream_tensors
+from milesbatch.weights.tensors import RawTensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRow:
+    """One policy version. ``changed`` counts elements that differ from the version before (all, without a delta)."""
+
+    version: int
+    kind: str
+    bytes: int
+    elements: int
+    changed: int
+    digest: str
+    incarnation: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that should hold and does not. ``kind``: ``manifest``, ``file``, ``digest`` or ``chain``."""
+
+    kind: str
+    path: str
+    detail: str
+
+
+def rows(layout: RunLayout) -> list[WeightsRow]:
+    """All committed versions, ascending; ``path`` is relative to the run directory.
+
+    Raises:
+        CorruptArtefactError: a manifest is damaged.
+    """
+    manifests = (read_manifest(layout, version) for version in committed_versions(layout))
+    return [_row(layout, manifest) for manifest in manifests if manifest is not None]
+
+
+def _row(layout: RunLayout, manifest: WeightsManifest) -> WeightsRow:
+    return WeightsRow(
+        version=manifest.version,
+        kind=manifest.artefact,
+        bytes=sum(ref.bytes for ref in manifest.files),
+        elements=sum(math.prod(entry.shape) for entry in manifest.tensors),
+        changed=sum(entry.changed for entry in manifest.tensors),
+        digest=manifest.weights_digest,
+        incarnation=manifest.incarnation,
+        path=str(layout.weights_version(manifest.version).relative_to(layout.root)),
+    )
+
+
+def verify(layout: RunLayout) -> Iterator[Violation]:
+    """Check every kept version: files against their digests, and each chain against each recorded weights digest.
+
+    A version with a delta and a keyframe is checked both ways. After damage the walk goes on from the next keyframe.
+    """
+    held: _Held | None = None
+    for version in committed_versions(layout):
+        path = str(layout.weights_manifest(version).relative_to(layout.root))
+        try:
+            manifest = read_manifest(layout, version)
+        except (CorruptArtefactError, FormatVersionError) as error:
+            yield Violation("manifest", path, error.what)
+            manifest = None
+        if manifest is None:
+            held = None
+            continue
+        walk = _Walk(layout, manifest, path)
+        held = walk.by_delta(held) if manifest.parent is not None else None
+        held = walk.by_keyframe(held) if manifest.keyframe is not None else held
+        yield from walk.violations
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    version: int
+    tensors: Mapping[str, RawTensor]
+
+
+class _Walk:
+    """The checks of one version; each gives the copy that the next version's delta can be applied to."""
+
+    def __init__(self, layout: RunLayout, manifest: WeightsManifest, path: str) -> None:
+        self._layout, self._manifest, self._path = layout, manifest, path
+        self.violations: list[Violation] = []
+
+    def by_delta(self, held: _Held | None) -> _Held | None:
+        manifest = self._manifest
+        if held is None or held.version != manifest.parent:
+            self._check_files()
+            if manifest.keyframe is None:
+                self._add("chain", f"version {manifest.version} cannot be rebuilt: version {manifest.parent} cannot")
+            return None
+        step = Step(manifest.version, "delta")
+        return self._check("file", step, held.tensors)
+
+    def by_keyframe(self, held: _Held | None) -> _Held | None:
+        """Check the full copy; held in memory only when the delta gave nothing."""
+        manifest = self._manifest
+        if held is None:
+            return self._check("file", Step(manifest.version, "keyframe"), {})
+        ref = keyframe_ref(manifest)
+        assert ref is not None
+        directory = self._layout.weights_version(manifest.version)
+        entries = {entry.name: entry for entry in manifest.tensors}
+        try:
+            for name, tensor in stream_tensors(directory / ref.path, ref):
+                entry = entries.pop(name, None)
+                if entry is not None:
+                    check_tensor(directory / ref.path, entry, tensor)
+        except MilesbatchError as error:
+            self._add("file", error.what)
+        else:
+            if entries:
+                self._add("digest", f"{directory / ref.path} lacks tensors: {', '.join(sorted(entries)[:5])}")
+        return held
+
+    def _check(self, kind: str, step: Step, before: Mapping[str, RawTensor]) -> _Held | None:
+        try:
+            tensors = apply_step(self._layout, self._manifest, step, before)
+            kind = "digest"
+            check_tensors(self._layout, self._manifest, tensors)
+        except MilesbatchError as error:
+            self._add(kind, error.what)
+            return None
+        return _Held(self._manifest.version, tensors)
+
+    def _check_files(self) -> None:
+        directory = self._layout.weights_version(self._manifest.version)
+        for ref in delta_refs(self._manifest):
+            try:
+                verify_file(directory / ref.path, ref)
+            except MilesbatchError as error:
+                self._add("file", error.what)
+
+    def _add(self, kind: str, detail: str) -> None:
+        self.violations.append(Violation(kind, self._path, detail))

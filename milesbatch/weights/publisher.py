@@ -1,0 +1,284 @@
+"""Publishing policy versions: keyframe and delta files, then the manifest whose creation is the commit.
+
+Owns the snapshot (the newest version it published, as bytes) that the next delta is taken against; never decides when to
+publish and never changes a committed version. Invariant: the snapshot is always a committed version, so a delta never refers
+to weights that nobody can rebuild. The page behind it is ``docs/format-weights.md``.
+
+Crash states, in order of time:
+
+1. killed while encoding: nothing was written;
+2. killed while a payload file is written: ``.tmp-*`` files, swept at the next take-over;
+3. killed after payload, before the manifest: payload that no manifest names, which nobody takes for an artefact. Payload
+   names carry the incarnation and a tag of their content, so a later writer (of the same incarnation, too) never meets its
+   predecessor's file unless it has the same bytes; it commits beside it and then removes what its manifest does not name;
+4. killed after the manifest: the version exists. Publishing it again is a comparison of digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from milesbatch.errors import DivergenceError
+from milesbatch.ids import number
+from milesbatch.records import FileRef, TensorEntry, WeightsManifest
+from milesbatch.store.durable import (
+    AlreadyExistsError,
+    create_exclusively,
+    make_directory,
+    move_to_quarantine,
+    publishing,
+    remove_file,
+)
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.codec import Encoded, encode
+from milesbatch.weights.digest import weights_digest
+from milesbatch.weights.reader import AcceptManifest, accept_all, read_manifest
+from milesbatch.weights.rebuild import rebuild
+from milesbatch.weights.tensorfile import write_tensors
+from milesbatch.weights.tensors import RawTensor, element_bytes, from_torch
+
+if TYPE_CHECKING:
+    import torch
+
+_WORTHWHILE = 0.8
+"""A delta of at least this share of a full copy is not worth its chain: the full copy is published instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    version: int
+    tensors: Mapping[str, RawTensor]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A version on its way: its tensors, their digests, and the difference to the base where there is one."""
+
+    tensors: dict[str, RawTensor] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, Encoded] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        return weights_digest((name, t.dtype, t.shape, self.digests[name]) for name, t in self.tensors.items())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.data.size for tensor in self.tensors.values())
+
+    def has_worthwhile_delta(self, base: Mapping[str, RawTensor]) -> bool:
+        if set(self.differences) != set(base) or set(self.differences) != set(self.tensors):
+            return False
+        delta_bytes = sum(len(difference.payload) for difference in self.differences.values())
+        return delta_bytes < _WORTHWHILE * self.num_bytes or delta_bytes == 0
+
+
+class Publisher:
+    """Trainer rank 0's way to make a policy version visible. One instance per process; not for several threads."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        incarnation: int,
+        *,
+        keyframe_every: int,
+        before_commit: Callable[[], None],
+        accept: AcceptManifest = accept_all,
+    ) -> None:
+        """``before_commit`` runs just before each manifest becomes visible: the fencing check belongs there. A committed
+        version that ``accept`` refuses (a fenced incarnation's) is moved to quarantine when its number is published."""
+        if keyframe_every < 1:
+            raise ValueError(f"keyframe_every must be at least 1, found {keyframe_every}")
+        self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
+        self._before_commit, self._accept = before_commit, accept
+        self._snapshot: _Snapshot | None = None
+
+    @property
+    def snapshot_version(self) -> int | None:
+        """Version that the next delta would be taken against; None before the first one."""
+        return None if self._snapshot is None else self._snapshot.version
+
+    def seed(self, version: int) -> WeightsManifest:
+        """Take the snapshot from a committed version, after a restart, so that the next one can be a delta.
+
+        Raises:
+            CorruptArtefactError: the version cannot be rebuilt.
+            StorageError: it is not published, or cannot be read.
+        """
+        copy = rebuild(self._layout, version, accept=self._accept)
+        self._snapshot = _Snapshot(version, copy.tensors)
+        return copy.manifest
+
+    def digest_only(self, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str] | None = None) -> str:
+        """Weights digest that :meth:`publish` would record, without publishing; ``tied`` aliases do not count."""
+        identities = []
+        for name, tensor in _stored(named, tied or {}):
+            raw = from_torch(name, tensor)
+            identities.append((name, raw.dtype, raw.shape, raw.digest))
+        return weights_digest(identities)
+
+    def publish(
+        self, version: int, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+    ) -> WeightsManifest:
+        """Commit ``named`` as policy ``version``; a version that is committed already is compared instead.
+
+        ``named`` is consumed one tensor at a time and always to its end (the values may come out of collectives). ``tied``
+        maps aliases to stored names; aliases in ``named`` are passed over.
+
+        Durability: on return the version is durable and visible. If killed midway, see the module's crash states.
+
+        Raises:
+            DivergenceError: the version is committed with another weights digest; nothing was written.
+            ValueError: the snapshot is not ``version - 1`` where a delta is due; no tensors; an alias of nothing.
+            FencedError: from ``before_commit``; the version was not committed.
+            StorageError: not committed; the same call can be made again.
+        """
+        existing = self._committed(version)
+        base = None if existing is not None else self._base(version)
+        draft = _draft(_stored(named, tied), base)
+        if not draft.tensors:
+            raise ValueError(f"policy version {version} has no tensors")
+        if missing := sorted(set(tied.values()) - set(draft.tensors)):
+            raise ValueError(f"policy version {version}: tied to tensors that are not stored: {', '.join(missing)}")
+        manifest = existing or self._commit(version, draft, base, tied)
+        if manifest.weights_digest != draft.digest:
+            raise DivergenceError(
+                f"policy version {version} is published with weights digest {manifest.weights_digest} "
+                f"(incarnation {manifest.incarnation}), but computed again it has {draft.digest}",
+                mend="look for a non-deterministic kernel or a changed environment, or set checkpoint.on_divergence",
+            )
+        self._snapshot = _Snapshot(version, draft.tensors)
+        return manifest
+
+    def _committed(self, version: int) -> WeightsManifest | None:
+        manifest = read_manifest(self._layout, version)
+        if manifest is None or self._accept(manifest):
+            return manifest
+        move_to_quarantine(
+            self._layout.weights_version(version),
+            self._layout.quarantine,
+            f"policy version {version} of incarnation {manifest.incarnation} was committed after it had been fenced out",
+        )
+        return None
+
+    def _base(self, version: int) -> Mapping[str, RawTensor] | None:
+        """Tensors of ``version - 1`` for a delta; None when only a keyframe is possible."""
+        snapshot = self._snapshot
+        if version == 0 or snapshot is None:
+            return None
+        if snapshot.version == version - 1:
+            return snapshot.tensors
+        if self._is_keyframe_due(version):
+            return None
+        raise ValueError(
+            f"policy version {version} needs a delta on version {version - 1}, but the snapshot is version "
+            f"{snapshot.version}: publish in order, or seed({version - 1}) first"
+        )
+
+    def _is_keyframe_due(self, version: int) -> bool:
+        return version % self._keyframe_every == 0
+
+    def _commit(
+        self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]
+    ) -> WeightsManifest:
+        has_delta = base is not None and draft.has_worthwhile_delta(base)
+        keyframe = None
+        make_directory(self._layout.weights_version(version))
+        if not has_delta or self._is_keyframe_due(version):
+            keyframe = self._write(version, "keyframe", draft.tensors)
+        delta = self._write(version, "delta", _delta_payload(draft)) if has_delta else None
+        manifest = WeightsManifest(
+            version=version,
+            incarnation=self._incarnation,
+            artefact="delta" if keyframe is None else "keyframe",
+            parent=version - 1 if has_delta else None,
+            keyframe=None if keyframe is None else keyframe.path,
+            weights_digest=draft.digest,
+            tensors=tuple(_entries(draft, has_delta, delta or keyframe)),
+            tied=dict(tied),
+            files=tuple(ref for ref in (keyframe, delta) if ref is not None),
+            created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+        )
+        try:
+            create_exclusively(self._layout.weights_manifest(version), manifest.to_bytes(), self._before_commit)
+        except AlreadyExistsError:
+            # A twin committed first; what it committed is compared like any version that was there before.
+            winner = self._committed(version)
+            if winner is None:
+                raise
+            return winner
+        self._remove_leftovers(manifest)
+        return manifest
+
+    def _write(
+        self, version: int, kind: Literal["keyframe", "delta"], tensors: Mapping[str, RawTensor]
+    ) -> FileRef | None:
+        """Make one payload file durable; None when there is nothing to store."""
+        if not tensors:
+            return None
+        prefix = f"{kind}.i{number(self._incarnation)}"
+        directory = self._layout.weights_version(version)
+        with publishing(
+            directory, lambda digest: f"{prefix}.{digest.removeprefix('xxh128:')[:16]}.safetensors"
+        ) as file:
+            write_tensors(file.stream, tensors)
+        assert file.ref is not None
+        return file.ref
+
+    def _remove_leftovers(self, manifest: WeightsManifest) -> None:
+        """Remove payload of writers that never committed. A twin that still lives has lost already: the manifest is ours."""
+        named = {ref.path for ref in manifest.files}
+        for path in self._layout.weights_version(manifest.version).glob("*.safetensors"):
+            if path.name not in named:
+                remove_file(path)
+
+
+def _stored(named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for name, tensor in named if name not in tied)
+
+
+def _draft(named: Iterable[tuple[str, torch.Tensor]], base: Mapping[str, RawTensor] | None) -> _Draft:
+    draft = _Draft()
+    for name, tensor in named:
+        if name in draft.tensors:
+            raise ValueError(f"tensor {name} comes twice")
+        raw = from_torch(name, tensor)
+        draft.digests[name] = raw.digest
+        old = None if base is None else base.get(name)
+        if old is not None and (old.dtype, old.shape) == (raw.dtype, raw.shape):
+            difference = encode(old.data, raw.data, element_bytes(raw.dtype))
+            draft.differences[name] = difference
+            if difference.encoding == "same":
+                draft.tensors[name] = old
+                continue
+        # The trainer goes on changing its parameters in place: the snapshot needs memory of its own.
+        draft.tensors[name] = RawTensor(raw.dtype, raw.shape, raw.data.copy())
+    return draft
+
+
+def _delta_payload(draft: _Draft) -> dict[str, RawTensor]:
+    return {
+        name: RawTensor("U8", (len(difference.payload),), np.frombuffer(difference.payload, np.uint8))
+        for name, difference in draft.differences.items()
+        if difference.encoding != "same"
+    }
+
+
+def _entries(draft: _Draft, has_delta: bool, file: FileRef | None) -> Iterator[TensorEntry]:
+    for name, tensor in sorted(draft.tensors.items()):
+        num_elements = tensor.data.size // element_bytes(tensor.dtype)
+        difference = draft.differences[name] if has_delta else Encoded("raw", b"", num_elements)
+        yield TensorEntry(
+            name=name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            digest=draft.digests[name],
+            encoding=difference.encoding,
+            changed=difference.changed,
+            file=None if difference.encoding == "same" or file is None else file.path,
+        )

@@ -1,0 +1,128 @@
+"""Reading committed policy versions: which exist, and the cheapest way to one of them.
+
+Owns the choice of the chain; never touches payload (that is :mod:`milesbatch.weights.rebuild`). Invariant: only committed
+manifests are looked at, by their predictable names; a directory without a manifest is no version. The page behind it is
+``docs/format-weights.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from milesbatch.errors import CorruptArtefactError
+from milesbatch.ids import parse_number
+from milesbatch.records import FileRef, WeightsManifest
+from milesbatch.store.durable import read_optional, storage_error
+from milesbatch.store.layout import RunLayout
+
+AcceptManifest = Callable[[WeightsManifest], bool]
+"""Does this committed manifest count? False for what a fenced incarnation committed after the seal."""
+
+
+def accept_all(manifest: WeightsManifest) -> bool:
+    """Accept every committed manifest."""
+    return True
+
+
+def read_manifest(layout: RunLayout, version: int) -> WeightsManifest | None:
+    """Manifest of a policy version; None when the version is not committed.
+
+    Raises:
+        CorruptArtefactError: it is committed but damaged, or names another version.
+        StorageError: it cannot be read.
+    """
+    path = layout.weights_manifest(version)
+    data = read_optional(path)
+    if data is None:
+        return None
+    manifest = WeightsManifest.from_bytes(data, str(path))
+    if manifest.version != version:
+        raise CorruptArtefactError(
+            f"{path} is the manifest of version {manifest.version}", mend="run `milesbatch weights verify` on the run"
+        )
+    return manifest
+
+
+def committed_versions(layout: RunLayout) -> list[int]:
+    """Versions with a manifest, ascending, from a directory listing: for reports, never to decide what is newest."""
+    versions = []
+    try:
+        for path in layout.weights.iterdir():
+            try:
+                version = parse_number(path.name)
+            except ValueError:
+                continue
+            if layout.weights_manifest(version).is_file():
+                versions.append(version)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error(layout.weights, error) from error
+    return sorted(versions)
+
+
+def keyframe_ref(manifest: WeightsManifest) -> FileRef | None:
+    """The full copy among a version's files; None when there is none."""
+    return next((ref for ref in manifest.files if ref.path == manifest.keyframe), None)
+
+
+def delta_refs(manifest: WeightsManifest) -> tuple[FileRef, ...]:
+    """Files of a version's delta; empty when it has none, or when nothing changed."""
+    return tuple(ref for ref in manifest.files if ref.path != manifest.keyframe)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One file set to apply: version 20's keyframe, or its delta on 19."""
+
+    version: int
+    kind: Literal["keyframe", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to reach a version. Without a keyframe as its first step, it goes on from the local copy."""
+
+    steps: tuple[Step, ...]
+    num_bytes: int
+
+    @property
+    def keyframe(self) -> Step | None:
+        """The keyframe it starts from; None when it goes on from the local copy."""
+        return self.steps[0] if self.steps and self.steps[0].kind == "keyframe" else None
+
+
+def plan_chain(
+    read: Callable[[int], WeightsManifest | None],
+    target: int,
+    *,
+    local: int | None = None,
+    unusable: Collection[Step] = (),
+) -> Plan | None:
+    """The way to ``target`` that reads the fewest bytes: from ``local`` by deltas, or from a keyframe and deltas.
+
+    Pure but for ``read``, which gives the manifest of a version, or None when it does not count. Steps in ``unusable``
+    are avoided. None when there is no way. Equal bytes: the shorter walk back from the target wins.
+    """
+    best: Plan | None = None
+    deltas: list[Step] = []
+    delta_bytes = 0
+    version = target
+    while best is None or delta_bytes < best.num_bytes:
+        if version == local:
+            return Plan(tuple(reversed(deltas)), delta_bytes)
+        manifest = read(version)
+        if manifest is None:
+            break
+        full, step = keyframe_ref(manifest), Step(version, "keyframe")
+        if full is not None and step not in unusable and (best is None or delta_bytes + full.bytes < best.num_bytes):
+            best = Plan((step, *reversed(deltas)), delta_bytes + full.bytes)
+        step = Step(version, "delta")
+        if manifest.parent is None or step in unusable:
+            break
+        deltas.append(step)
+        delta_bytes += sum(ref.bytes for ref in delta_refs(manifest))
+        version = manifest.parent
+    return best

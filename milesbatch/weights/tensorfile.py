@@ -1,0 +1,130 @@
+"""Payload files: the safetensors format, written and read as raw bytes, streaming, without torch.
+
+Owns the header's text and the checks on it; never decides what a tensor means. Invariant: no tensor's bytes leave
+:func:`read_tensors` as trusted before the digest of the whole file was compared, over the very bytes that were handed out.
+The format: 8 bytes little-endian header length, JSON header, data (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from milesbatch.errors import CorruptArtefactError
+from milesbatch.records import FileRef
+from milesbatch.store.durable import storage_error
+from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format itself."""
+
+
+def write_tensors(stream: BinaryIO, tensors: Mapping[str, RawTensor]) -> None:
+    """Write a safetensors file; the same tensors give the same bytes, whatever their order in the mapping.
+
+    Raises:
+        ValueError: a name that the format reserves, or data that does not fit dtype and shape.
+    """
+    # Widest elements first: each tensor's data then begins at a multiple of its element size.
+    order = sorted(tensors, key=lambda name: (-element_bytes(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        if name == "__metadata__" or tensor.data.size != num_bytes(tensor.dtype, tensor.shape):
+            raise ValueError(
+                f"tensor {name!r} cannot be stored: {tensor.data.size} bytes as {tensor.dtype} {tensor.shape}"
+            )
+        end = offset + tensor.data.size
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(_LENGTH.pack(len(text)))
+    stream.write(text)
+    for name in order:
+        stream.write(tensors[name].memory)
+
+
+def read_tensors(path: Path, ref: FileRef) -> dict[str, RawTensor]:
+    """All tensors of a payload file, each in memory of its own, after the digest of the whole file was compared.
+
+    Raises:
+        CorruptArtefactError: missing, truncated, changed, or not a safetensors file; nothing is returned.
+    """
+    return dict(stream_tensors(path, ref))
+
+
+def stream_tensors(path: Path, ref: FileRef) -> Iterator[tuple[str, RawTensor]]:
+    """Tensors of a payload file one at a time. Only when the iteration ends without an error were they the right ones.
+
+    Raises:
+        CorruptArtefactError: as :func:`read_tensors`; a changed byte may be found only at the end.
+    """
+    try:
+        with open(path, "rb") as stream:
+            size = path.stat().st_size
+            if size != ref.bytes:
+                raise _corrupt(path, f"it has {size} bytes, expected {ref.bytes}")
+            hasher = xxhash.xxh3_128()
+            for name, dtype, shape, length in _read_header(path, stream, hasher, size):
+                data = np.empty(length, np.uint8)
+                if stream.readinto(data.data) != length:
+                    raise _corrupt(path, f"it ends inside tensor {name}")
+                hasher.update(data.data)
+                yield name, RawTensor(dtype, shape, data)
+    except FileNotFoundError:
+        raise _corrupt(path, f"it is missing, expected {ref.bytes} bytes") from None
+    except OSError as error:
+        raise storage_error(path, error) from error
+    found = "xxh128:" + hasher.hexdigest()
+    if found != ref.digest:
+        raise _corrupt(path, f"its digest is {found}, expected {ref.digest}")
+
+
+def _read_header(
+    path: Path, stream: BinaryIO, hasher: xxhash.xxh3_128, size: int
+) -> list[tuple[str, str, tuple[int, ...], int]]:
+    prefix = stream.read(_LENGTH.size)
+    length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
+        raise _corrupt(path, f"its header cannot have {length} bytes")
+    text = stream.read(length)
+    hasher.update(prefix)
+    hasher.update(text)
+    try:
+        rows = _parse_header(text)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _corrupt(path, f"its header cannot be read ({error})") from error
+    if _LENGTH.size + length + sum(row[3] for row in rows) != size:
+        raise _corrupt(path, "its header does not account for all of its bytes")
+    return rows
+
+
+def _parse_header(text: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Name, dtype, shape and length of each tensor in file order, when they follow each other without holes."""
+    header = json.loads(text)
+    header.pop("__metadata__", None)
+    rows, position = [], 0
+    for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = str(value["dtype"]), tuple(value["shape"])
+        begin, end = value["data_offsets"]
+        if not all(isinstance(number, int) for number in (*shape, begin, end)):
+            raise ValueError(f"tensor {name}: a size that is not a whole number")
+        if min(shape, default=0) < 0 or begin != position or end - begin != num_bytes(dtype, shape):
+            raise ValueError(f"tensor {name}: {dtype} {shape} at {begin}..{end}")
+        rows.append((name, dtype, shape, end - begin))
+        position = end
+    return rows
+
+
+def _corrupt(path: Path, what: str) -> CorruptArtefactError:
+    mend = "run `milesbatch weights verify` on the run; this file must not be used"
+    return CorruptArtefactError(f"{path} is damaged: {what}", mend=mend)

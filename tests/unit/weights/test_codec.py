@@ -1,0 +1,182 @@
+"""The codec: lossless for every bit pattern, smallest encoding, and damage is an error of the named kind."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from milesbatch.errors import CorruptArtefactError
+from milesbatch.weights.codec import decode, encode
+
+WIDTHS = (1, 2, 4, 8)
+
+
+def roundtrip(old: bytes | None, new: bytes, width: int) -> str:
+    encoded = encode(old, new, width)
+    decoded = decode(encoded.encoding, encoded.payload, old, num_bytes=len(new), element_bytes=width)
+    assert decoded.tobytes() == new
+    assert decoded.flags.writeable and decoded.dtype == np.uint8
+    if old is not None:
+        pairs = zip(np.frombuffer(old, f"V{width}"), np.frombuffer(new, f"V{width}"), strict=True) if new else ()
+        assert encoded.changed == sum(a.tobytes() != b.tobytes() for a, b in pairs)
+    return encoded.encoding
+
+
+@given(st.sampled_from(WIDTHS), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_pair_of_bits_survives(width: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 60))
+    old = data.draw(st.binary(min_size=count * width, max_size=count * width))
+    new = data.draw(st.binary(min_size=count * width, max_size=count * width))
+    roundtrip(old, new, width)
+    roundtrip(None, new, width)
+    roundtrip(old, old, width)
+
+
+@given(st.sampled_from(WIDTHS), st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([300, 3_000, 70_000]))
+@settings(max_examples=60, deadline=None)
+def test_sparse_changes_survive(width: int, seed: int, density: float, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, count * width, dtype=np.uint8)
+    new = old.copy()
+    rows = new.reshape(-1, width)
+    where = rng.random(count) < density**6
+    rows[where] ^= rng.integers(0, 256, rows[where].shape, dtype=np.uint8)
+    encoded = encode(old, new, width)
+    decoded = decode(encoded.encoding, encoded.payload, old, num_bytes=new.size, element_bytes=width)
+    assert np.array_equal(decoded, new)
+    assert len(encoded.payload) <= new.size
+
+
+@pytest.mark.parametrize("gap", [10, 1_000, 100_000])
+def test_gaps_of_every_width(gap: int) -> None:
+    old = np.random.default_rng(0).integers(0, 256, (gap * 3 + 5) * 2, dtype=np.uint8)
+    new = old.copy()
+    new.view("<u2")[[gap, gap * 2, gap * 3 + 4]] ^= 0x8001
+    encoded = encode(old, new, 2)
+    assert (encoded.encoding, encoded.changed) == ("sparse-zstd", 3)
+    assert len(encoded.payload) < 60
+    assert np.array_equal(decode("sparse-zstd", encoded.payload, old, num_bytes=new.size, element_bytes=2), new)
+
+
+def test_each_encoding_is_chosen_where_it_is_the_smallest() -> None:
+    rng = np.random.default_rng(1)
+    old = rng.integers(0, 256, 40_000, dtype=np.uint8)
+    small_steps = old.copy()
+    small_steps[0::4] ^= rng.integers(1, 4, 10_000, dtype=np.uint8)
+    assert roundtrip(old.tobytes(), old.tobytes(), 4) == "same"
+    assert roundtrip(old.tobytes(), small_steps.tobytes(), 4) == "xor-zstd"
+    assert roundtrip(old.tobytes(), bytes(40_000), 4) == "raw-zstd"
+    assert roundtrip(old.tobytes(), rng.bytes(40_000), 4) == "raw"
+    assert roundtrip(b"", b"", 4) == "same"
+
+
+def test_special_floats_keep_their_bits() -> None:
+    patterns = [0x7FC00001, 0xFFC0DEAD, 0x7F800001, 0x80000000, 0x00000000, 0x7F800000, 0xFF800000, 0x00000001]
+    new = struct.pack(f"<{len(patterns)}I", *patterns)
+    for old in (bytes(len(new)), new[::-1], new):
+        roundtrip(old, new, 4)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 elements, new one 1"):
+        encode(bytes(8), bytes(4), 4)
+    with pytest.raises(ValueError, match="not whole elements"):
+        encode(None, bytes(6), 4)
+    with pytest.raises(ValueError, match="elements of 3 bytes"):
+        encode(None, bytes(6), 3)
+
+
+def _cases() -> list[tuple[str, bytes, bytes]]:
+    rng = np.random.default_rng(2)
+    old = rng.integers(0, 256, 8_000, dtype=np.uint8)
+    sparse, dense = old.copy(), old.copy()
+    sparse.view("<u4")[::97] += 1
+    dense[0::4] ^= 1
+    cases = []
+    for new in (sparse, dense, np.zeros_like(old), rng.integers(0, 256, 8_000, dtype=np.uint8)):
+        encoded = encode(old, new, 4)
+        cases.append((encoded.encoding, encoded.payload, old.tobytes()))
+    return cases
+
+
+def test_every_truncation_is_corrupt() -> None:
+    seen = set()
+    for encoding, payload, old in _cases():
+        seen.add(encoding)
+        for length in {0, 1, 4, 5, len(payload) // 2, len(payload) - 1}:
+            with pytest.raises(CorruptArtefactError):
+                decode(encoding, payload[:length], old, num_bytes=8_000, element_bytes=4)
+        with pytest.raises(CorruptArtefactError):
+            decode(encoding, payload + b"\0", old, num_bytes=8_000, element_bytes=4)
+    assert seen == {"sparse-zstd", "xor-zstd", "raw-zstd", "raw"}
+
+
+def test_flipped_bits_give_an_error_or_an_array_of_the_right_size() -> None:
+    errors = 0
+    for encoding, payload, old in _cases():
+        for bit in range(0, min(len(payload), 400) * 8):
+            damaged = bytearray(payload)
+            damaged[bit // 8] ^= 1 << bit % 8
+            try:
+                decoded = decode(encoding, bytes(damaged), old, num_bytes=8_000, element_bytes=4)
+            except CorruptArtefactError:
+                errors += 1
+            else:
+                assert decoded.size == 8_000
+    assert errors > 100
+
+
+@given(st.sampled_from(["same", "raw", "raw-zstd", "xor-zstd", "sparse-zstd", "huffman"]), st.binary(max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_arbitrary_payload_never_crashes(encoding: str, payload: bytes) -> None:
+    for body in (payload, zstandard.compress(payload)):
+        with contextlib.suppress(CorruptArtefactError):
+            assert decode(encoding, body, bytes(40), num_bytes=40, element_bytes=4).size == 40
+
+
+def test_a_bomb_is_refused_by_its_stated_size() -> None:
+    bomb = zstandard.compress(bytes(50_000_000))
+    unstated = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(40))
+    for encoding in ("raw-zstd", "xor-zstd", "sparse-zstd"):
+        for payload in (bomb, unstated):
+            with pytest.raises(CorruptArtefactError, match="states"):
+                decode(encoding, payload, bytes(40), num_bytes=40, element_bytes=4)
+
+
+def _sparse(gap_bytes: int, count: int, gaps: bytes, values: bytes) -> bytes:
+    return zstandard.compress(struct.pack("<BQ", gap_bytes, count) + gaps + values)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        _sparse(1, 1, b"\x0a", b"\1\0\0\0"),
+        _sparse(1, 2, b"\x05\x04", b"\1\1\0\0\0\0\0\0"),
+        _sparse(4, 2, b"\xff" * 8, b"\1" * 8),
+        _sparse(3, 1, b"\0\0\0", b"\1\0\0\0"),
+        _sparse(1, 2**63, b"\0", b"\1\0\0\0"),
+        _sparse(1, 2, b"\0", b"\1\0\0\0"),
+    ],
+)
+def test_sparse_positions_outside_the_tensor_are_corrupt(payload: bytes) -> None:
+    with pytest.raises(CorruptArtefactError):
+        decode("sparse-zstd", payload, bytes(40), num_bytes=40, element_bytes=4)
+
+
+def test_the_last_position_is_within_the_tensor() -> None:
+    decoded = decode("sparse-zstd", _sparse(1, 1, b"\x09", b"\1\2\3\4"), bytes(40), num_bytes=40, element_bytes=4)
+    assert decoded.tobytes() == bytes(36) + b"\1\2\3\4"
+
+
+def test_a_parent_that_is_missing_or_has_another_size_is_corrupt() -> None:
+    payload = encode(bytes(40), b"\1" * 40, 4).payload
+    for old in (None, bytes(36)):
+        with pytest.raises(CorruptArtefactError, match="parent"):
+            decode("xor-zstd", payload, old, num_bytes=40, element_bytes=4)

@@ -1,0 +1,148 @@
+"""``weights ls`` and ``weights verify``: what they say about a sound run and about each kind of damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from milesbatch.cli import weights as cli
+from milesbatch.errors import InputError
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.listing import rows, verify
+from milesbatch.weights.publisher import Publisher
+
+Make = Callable[[int], dict[str, torch.Tensor]]
+Damage = Callable[[int, str], Path]
+
+
+def found(layout: RunLayout) -> list[tuple[str, str]]:
+    return [(violation.kind, violation.path) for violation in verify(layout)]
+
+
+def manifest_path(version: int) -> str:
+    return f"weights/{version:06d}/manifest.json"
+
+
+def test_rows_say_what_is_there(layout: RunLayout, chain: Publisher) -> None:
+    layout.weights_version(7).mkdir()
+    (layout.weights / "notes").mkdir()
+    listed = rows(layout)
+    assert [row.version for row in listed] == list(range(7))
+    assert [row.kind for row in listed[:4]] == ["keyframe", "delta", "delta", "keyframe"]
+    elements = 64 * 32 + 128 * 48 + 300 + 50 + 1
+    assert {row.elements for row in listed} == {elements}
+    assert listed[0].changed == elements and listed[1].changed == 40 + 122 + 6 + 1
+    on_disk = sum(path.stat().st_size for path in layout.weights_version(3).glob("*.safetensors"))
+    assert (listed[3].bytes, listed[3].path, listed[3].incarnation) == (on_disk, "weights/000003", 1)
+
+
+def test_an_empty_run_has_no_rows_and_no_violations(layout: RunLayout, tmp_path: Path) -> None:
+    for empty in (layout, RunLayout(tmp_path / "nothing")):
+        assert rows(empty) == [] and found(empty) == []
+
+
+def test_a_sound_run_has_no_violations(layout: RunLayout, chain: Publisher) -> None:
+    assert found(layout) == []
+
+
+def test_a_damaged_delta_breaks_the_chain_up_to_the_next_keyframe(
+    layout: RunLayout, chain: Publisher, damage: Damage
+) -> None:
+    path = damage(1, "delta")
+    violations = list(verify(layout))
+    assert [(v.kind, v.path) for v in violations] == [("file", manifest_path(1)), ("chain", manifest_path(2))]
+    assert str(path) in violations[0].detail
+
+
+def test_every_damaged_file_is_found(layout: RunLayout, chain: Publisher, damage: Damage) -> None:
+    damage(1, "delta")
+    damage(2, "delta")
+    damage(3, "keyframe")
+    damage(6, "keyframe")
+    kinds = [("file", 1), ("file", 2), ("chain", 2), ("file", 3), ("chain", 4), ("chain", 5), ("file", 6)]
+    assert found(layout) == [(kind, manifest_path(version)) for kind, version in kinds]
+
+
+def test_a_lost_or_damaged_manifest_is_found(layout: RunLayout, chain: Publisher) -> None:
+    layout.weights_manifest(1).write_bytes(b"{}")
+    layout.weights_manifest(4).unlink()
+    assert found(layout) == [("manifest", manifest_path(1)), ("chain", manifest_path(2)), ("chain", manifest_path(5))]
+
+
+def test_a_chain_that_gives_other_weights_is_found(layout: RunLayout, tmp_path: Path, version_tensors: Make) -> None:
+    """Files that are each as committed, but of two histories: only the digests of the result can tell."""
+    other = RunLayout(tmp_path / "other")
+    for target, shift in ((layout, 0.0), (other, 1.0)):
+        publisher = Publisher(target, 1, keyframe_every=10, before_commit=lambda: None)
+        for version in range(3):
+            tensors = version_tensors(version)
+            tensors["layer.weight"] += shift
+            publisher.publish(version, tensors.items(), {})
+    layout.weights_version(1).rename(layout.quarantine / "1")
+    other.weights_version(1).rename(layout.weights_version(1))
+    assert found(layout) == [("digest", manifest_path(1)), ("chain", manifest_path(2))]
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, layout: RunLayout) -> Callable[..., tuple[int, str]]:
+    monkeypatch.setattr(cli, "find_run", lambda text: RunLayout(layout.root.parent / text))
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def invoke(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(cli.app, arguments)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout
+
+    return invoke
+
+
+def test_ls(layout: RunLayout, chain: Publisher, run: Callable[..., tuple[int, str]]) -> None:
+    code, text = run("ls", "run", "--json")
+    body = json.loads(text)
+    assert code == 0 and len(body) == 7
+    assert set(body[0]) >= {"version", "kind", "bytes", "elements", "changed", "digest", "incarnation", "path"}
+    code, text = run("ls", "run")
+    assert code == 0 and "7 policy versions" in text
+    assert body[5]["digest"].removeprefix("xxh128:")[:12] in text
+
+
+def test_verify_exits_with_1_when_something_is_damaged(
+    layout: RunLayout, chain: Publisher, damage: Damage, run: Callable[..., tuple[int, str]]
+) -> None:
+    code, text = run("verify", "run")
+    assert code == 0 and "7 policy versions verified" in text
+    code, text = run("verify", "run", "--json")
+    assert (code, json.loads(text)) == (0, {"ok": True, "versions": 7, "violations": []})
+    damage(5, "delta")
+    code, text = run("verify", "run", "--json")
+    body = json.loads(text)
+    assert code == 1 and not body["ok"]
+    assert [(v["kind"], v["path"]) for v in body["violations"]] == [("file", manifest_path(5))]
+    code, text = run("verify", "run")
+    assert code == 1 and "1 violations in 7 policy versions" in text
+
+
+def test_materialize(layout: RunLayout, chain: Publisher, tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
+    (layout.model / "config.json").write_text("{}")
+    code, text = run("materialize", "run", "--version", "4", "-o", str(tmp_path / "out"), "--json")
+    assert code == 0 and json.loads(text)["digest"] == rows(layout)[4].digest
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(InputError):
+        run("materialize", "run", "--version", "4", "-o", str(tmp_path / "out"))
+    assert run("materialize", "run", "-o", str(tmp_path / "other"))[0] == 2
+    assert run("materialize", "run", "--version", "-1", "-o", str(tmp_path / "other"))[0] == 2
+
+
+def test_help_has_an_example(run: Callable[..., tuple[int, str]]) -> None:
+    for command in ("ls", "verify", "materialize"):
+        code, text = run(command, "--help")
+        assert code == 0 and f"milesbatch weights {command} runs/tiny" in " ".join(text.split())
