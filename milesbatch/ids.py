@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_DIGEST = re.compile(r"^xxh128:[0-9a-f]{32}$")
-_POLICY_REF = re.compile(r"^(?P<run>[A-Za-z0-9._-]+)@(?P<version>\d+):(?P<digest>xxh128:[0-9a-f]{32})$")
-_WORKER = re.compile(r"^[a-z]+(-[a-z]+)*-\d+$")
+_DIGEST = re.compile(r"xxh128:[0-9a-f]{32}")
+_POLICY_REF = re.compile(r"(?P<run>[A-Za-z0-9._-]+)@(?P<version>0|[1-9][0-9]*):(?P<digest>xxh128:[0-9a-f]{32})")
+_WORKER = re.compile(r"[a-z]+(-[a-z]+)*-(0|[1-9][0-9]*)")
 
 
 def number(value: int) -> str:
@@ -41,7 +41,7 @@ def check_digest(text: str) -> str:
     Raises:
         ValueError: it is not.
     """
-    if not _DIGEST.match(text):
+    if not _DIGEST.fullmatch(text):
         raise ValueError(f"not a digest (xxh128:<32 hex digits>): {text!r}")
     return text
 
@@ -52,7 +52,7 @@ def check_worker_name(text: str) -> str:
     Raises:
         ValueError: it is not.
     """
-    if not _WORKER.match(text):
+    if not _WORKER.fullmatch(text):
         raise ValueError(f"not a process name such as 'rollout-0': {text!r}")
     return text
 
@@ -75,7 +75,7 @@ class PolicyRef:
         Raises:
             ValueError: the text is not a policy reference.
         """
-        match = _POLICY_REF.match(text)
+        match = _POLICY_REF.fullmatch(text)
         if match is None:
             raise ValueError(f"not a policy reference (run@version:digest): {text!r}")
         return cls(match["run"], int(match["version"]), match["digest"])

@@ -50,7 +50,7 @@ class Record(Value):
 
         Raises:
             CorruptArtefactError: the bytes are not what ``to_bytes`` wrote; names ``path`` and both digests.
-            FormatVersionError: written by a newer major version.
+            FormatVersionError: written by a newer major version, or by a newer minor one with keys that are not known.
         """
         mend = f"run `milesbatch audit` on the run; the record {path} cannot be trusted"
         try:
@@ -64,18 +64,32 @@ class Record(Value):
         found = digest_bytes(canonical)
         if stated != found or canonical_json({**body, "record_digest": stated}) != data:
             raise CorruptArtefactError(f"{path}: record digest is {stated}, its content has {found}", mend=mend)
-        major = body.pop("format")[0]
-        if major > FORMAT_VERSION[0]:
-            raise FormatVersionError(
-                f"{path}: format {major} is newer than the {FORMAT_VERSION[0]} that this version reads",
-                mend="read this run with a newer milesbatch",
-            )
-        if body.pop("kind") != cls.kind:
+        version = _format_version(body.pop("format", None))
+        if version is None:
+            raise CorruptArtefactError(f"{path}: says no format version", mend=mend)
+        if version[0] > FORMAT_VERSION[0]:
+            raise _newer(path, str(version[0]), str(FORMAT_VERSION[0]))
+        if body.pop("kind", None) != cls.kind:
             raise CorruptArtefactError(f"{path}: holds another kind of record than {cls.kind}", mend=mend)
         try:
             return cls.model_validate(body)
         except ValidationError as error:
+            if version > FORMAT_VERSION:  # whole, but with keys that this version does not know: not damage
+                raise _newer(path, "{}.{}".format(*version), "{}.{}".format(*FORMAT_VERSION)) from error
             raise CorruptArtefactError(f"{path}: {error}", mend=mend) from error
+
+
+def _format_version(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value):
+        return value[0], value[1]
+    return None
+
+
+def _newer(path: str, found: str, known: str) -> FormatVersionError:
+    return FormatVersionError(
+        f"{path}: format {found} is newer than the {known} that this version reads",
+        mend="read this run with a newer milesbatch",
+    )
 
 
 class FileRef(Value):

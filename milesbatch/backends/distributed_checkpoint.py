@@ -62,10 +62,7 @@ class AsyncSaver:
         self._directory = directory
         # sync_files: only the node that wrote a file can flush its own cache of it, so the committing rank cannot do this.
         writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, overwrite=True)
-        try:
-            response = async_save(dict(state), storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:
-            raise _save_error(directory, error) from error
+        response = async_save(dict(state), storage_writer=writer, process_group=self._group)
         assert isinstance(response, Future)
         self._save = response
 

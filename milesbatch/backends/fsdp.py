@@ -251,7 +251,9 @@ def _prepare(model: PreTrainedModel, *, checkpointing: bool) -> None:
             module.attention_dropout = 0.0
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The second is the older name of the same method.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def _tied_names(model: torch.nn.Module) -> dict[str, str]:

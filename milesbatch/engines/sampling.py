@@ -77,7 +77,7 @@ def support(probs_NV: torch.Tensor, top_p_N: torch.Tensor, top_k_N: torch.Tensor
 def _inverse_cdf(probs_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
     # float64: with a large vocabulary, float32 steps near 1 are wider than the probability of a rare token.
     cdf_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
-    total_N1 = cdf_NV[:, -1:].contiguous()
-    # Rounding may lift u * total to total itself, beyond every token; the number below it is still inside the last one.
-    target_N1 = torch.minimum(uniforms_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    # A uniform number is at most 1 - 2**-53, and that times the total rounds to less than the total: the target always
+    # lies inside a token, and `right` finds the one that holds it, never one of probability 0.
+    target_N1 = uniforms_N[:, None] * cdf_NV[:, -1:]
     return torch.searchsorted(cdf_NV, target_N1, right=True).squeeze(1).clamp_(max=probs_NV.shape[-1] - 1)

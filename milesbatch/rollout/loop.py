@@ -179,6 +179,7 @@ class WorkerLoop:
                     worker=self._context.name,
                     metadata=self._metadata,
                     before_commit=self._fence.check,
+                    samples_per_group=self._recipe.rollout.samples_per_group,
                 )
                 break
             except StorageFullError as error:

@@ -37,6 +37,7 @@ def main(context: RoleContext) -> None:
         load_skeleton(layout.model, torch.float32),
         max_length=context_length(layout.model),
         max_concurrent_samples=recipe.rollout.max_concurrent_samples,
+        isolate_calls=recipe.determinism == "bitwise",
         stop_text=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
     )
     recorder = Recorder(context.name, context.incarnation)

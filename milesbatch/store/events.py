@@ -25,9 +25,9 @@ class EventLog:
         self._path = layout.event_log(process, incarnation)
         self._common = {"process": process, "incarnation": incarnation}
         try:
-            self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-            if self._stream.tell() and not self._path.read_bytes().endswith(b"\n"):
-                self._stream.write("\n")
+            # Unbuffered: a line that finds no space is lost at once, and is not met again in the next write or close.
+            self._stream = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the process
+            self._is_torn = bool(self._stream.tell()) and not self._path.read_bytes().endswith(b"\n")
         except OSError as error:
             raise storage_error(self._path, error) from error
 
@@ -39,8 +39,8 @@ class EventLog:
         """
         line = {"at": utc_now(), "mono_s": round(time.monotonic(), 4), "event": event, **self._common, **fields}
         try:
-            self._stream.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            self._stream.flush()
+            data = b"\n" * self._is_torn + (json.dumps(line, ensure_ascii=False, default=str) + "\n").encode()
+            self._is_torn = self._stream.write(data) != len(data)
         except OSError as error:
             mapped = storage_error(self._path, error)
             if not isinstance(mapped, StorageFullError):

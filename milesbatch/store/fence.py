@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from milesbatch.errors import FencedError
+from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 
 
@@ -21,8 +22,14 @@ class Fence:
     incarnation: int
 
     def check(self) -> None:
-        """Raises FencedError when a newer incarnation exists; then stop, and write nothing."""
-        if self.layout.incarnation(self.incarnation + 1).exists():
+        """Return only when no newer incarnation is known.
+
+        Raises:
+            FencedError: a newer incarnation exists; stop, and write nothing.
+            StorageError: it cannot be known; nothing may be written then either.
+        """
+        # Read, not `exists()`: that takes some errors for absence, and opening makes NFS ask its server again.
+        if read_optional(self.layout.incarnation(self.incarnation + 1)) is not None:
             raise FencedError(
                 f"incarnation {self.incarnation} of {self.layout.root} has been taken over by a newer one",
                 mend="nothing: the newer incarnation goes on with this run",

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from milesbatch.ids import number
+from milesbatch.ids import check_worker_name, number, parse_number
 
 _TRAJECTORY = re.compile(
-    r"^(?P<first>\d{6,})-(?P<last>\d{6,})\.i(?P<incarnation>\d{6,})\.(?P<worker>[a-z-]+-\d+)\.(?P<tag>[0-9a-f]{16})\.arrow$"
+    r"(?P<first>[0-9]+)-(?P<last>[0-9]+)\.i(?P<incarnation>[0-9]+)\.(?P<worker>[a-z-]+-[0-9]+)\.(?P<tag>[0-9a-f]{16})\.arrow"
 )
 
 
@@ -35,10 +35,13 @@ class TrajectoryName:
         Raises:
             ValueError: not the name of a trajectory file.
         """
-        match = _TRAJECTORY.match(text)
+        match = _TRAJECTORY.fullmatch(text)
         if match is None:
             raise ValueError(f"not the name of a trajectory file: {text!r}")
-        return cls(int(match["first"]), int(match["last"]), int(match["incarnation"]), match["worker"], match["tag"])
+        first, last, incarnation = (parse_number(match[name]) for name in ("first", "last", "incarnation"))
+        if last < first:
+            raise ValueError(f"not the name of a trajectory file: {text!r} ends before it begins")
+        return cls(first, last, incarnation, check_worker_name(match["worker"]), match["tag"])
 
 
 @dataclass(frozen=True, slots=True)

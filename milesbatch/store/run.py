@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.recipe.freeze import with_changes
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
-from milesbatch.records import IncarnationRecord, RunRecord, canonical_json
+from milesbatch.records import IncarnationRecord, RunRecord
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
 
@@ -63,5 +64,4 @@ def open_run(layout: RunLayout, incarnation: int) -> OpenRun:
     if data is None:
         raise CorruptArtefactError(f"{path} is missing", mend="run `milesbatch audit` on the run")
     changes = IncarnationRecord.from_bytes(data, str(path)).recipe_changes
-    overrides = [f"{key}={canonical_json(value).decode().strip()}" for key, value in sorted(changes.items())]
-    return OpenRun(layout, record, load_recipe(layout.recipe, overrides) if overrides else recipe)
+    return OpenRun(layout, record, with_changes(recipe, changes))

@@ -10,9 +10,9 @@ from milesbatch.recipe.models import Optimizer
 def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
     """Learning rate of train step ``step`` (1 is the first) of ``steps``.
 
-    Linear from 0 over ``warmup_steps`` (step ``warmup_steps`` has the peak), then the recipe's shape, which reaches
-    ``min_learning_rate`` at the last step. ``cosine`` and ``linear`` depend on ``steps``: a run whose ``steps`` were
-    changed replays its recorded steps with other rates.
+    Linear from 0 over ``warmup_steps`` (step ``warmup_steps`` has the peak), then the recipe's shape from the peak towards
+    ``min_learning_rate``, which the step after the last would have: no step is lost to a rate of 0. ``cosine`` and
+    ``linear`` depend on ``steps``: a run whose ``steps`` were changed replays its recorded steps with other rates.
 
     Raises:
         ValueError: the step is not one of 1..steps.
@@ -24,8 +24,6 @@ def learning_rate(step: int, steps: int, optimizer: Optimizer) -> float:
         return peak * step / optimizer.warmup_steps
     if optimizer.schedule == "constant":
         return peak
-    # With one step of decay or none the shape has no room; that step keeps the peak rather than being lost at the end.
-    room = steps - max(optimizer.warmup_steps, 1)
-    progress = (step - max(optimizer.warmup_steps, 1)) / room if room > 0 else 0.0
+    progress = (step - optimizer.warmup_steps - 1) / (steps - optimizer.warmup_steps)
     remaining = 1.0 - progress if optimizer.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return optimizer.min_learning_rate + (peak - optimizer.min_learning_rate) * remaining

@@ -81,7 +81,7 @@ def _of_step(record: BatchRecord, files: _Files) -> StepStatistics:
         reward_mean=_mean(rewards),
         reward_std=statistics.pstdev(rewards) if rewards else None,
         length_mean=_mean(sample.length for sample in good),
-        staleness_mean=_mean(record.step - 1 - group.version_min for group in record.trained),
+        staleness_mean=_mean(record.step - 1 - g.version_min for g in record.trained if g.version_min >= 0),
         failed=sum(sample.failed for sample in (*trained, *rejected)),
         trained=len(record.trained),
         rejected=len(record.rejected),

