@@ -62,6 +62,8 @@ class Hub:
         self._leases = LeaseTable(recipe.rollout.groups_per_lease)
         self.ready: dict[int, GroupRef] = {}
         self._decided: set[int] = set()
+        self._accepted: dict[int, set[str]] = {}
+        """Block -> the file that its accepted commit named."""
         self.last_step = 0
         self.published = -1
         self.weights_digest = ""
@@ -131,7 +133,8 @@ class Hub:
         return wire.LeaseAnswer(block=lease.block, groups=groups, version=version)
 
     def _may_start(self, block: int) -> bool:
-        waiting = self._leases.num_leased_groups + len(self.ready)
+        fresh = sum(not self.rule.is_stale(group, self.last_step + 1) for group in self.ready.values())
+        waiting = self._leases.num_leased_groups + fresh
         return self.rule.may_start(
             self._leases.groups(block)[0],
             published=self.published,
@@ -145,9 +148,12 @@ class Hub:
         return self._recipe.steps * self.rule.groups_per_step // self._leases.block_size
 
     def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+        paths = {group.path for group in request.groups}
         if self._leases.commit(request.block) is CommitAnswer.DUPLICATE:
-            known = self.ready.get(request.groups[0].group_id)
-            return wire.CommitReply(accepted=known == request.groups[0])  # a repeated message of the accepted commit
+            # The accepted commit may be told again (its reply was lost), and by then its groups may be in a batch record:
+            # refusing it would quarantine a file that training needs.
+            return wire.CommitReply(accepted=self._accepted.get(request.block) == paths)
+        self._accepted[request.block] = paths
         for group in request.groups:
             if group.group_id not in self._decided:
                 self.ready[group.group_id] = group

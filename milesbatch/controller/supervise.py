@@ -21,7 +21,8 @@ from milesbatch.store.events import EventLog
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
 
-_LOST_HEARTBEATS_S = 15.0
+_LOST_HEARTBEATS = 7.5
+"""Heartbeats that must fail to come before a process is lost: importing torch can hold a process up for some."""
 _START_S = 180.0
 
 
@@ -103,7 +104,7 @@ class Supervisor:
         if peer is None or peer.beat.pid != child.process.pid:
             waited_s = now_s - child.started_at_s
             return f"no heartbeat {waited_s:.0f} s after its start" if waited_s > _START_S else None
-        lost_s = max(_LOST_HEARTBEATS_S, 5 * self._recipe.slurm.heartbeat_s)
+        lost_s = _LOST_HEARTBEATS * self._recipe.slurm.heartbeat_s
         if now_s - peer.seen_at_s > lost_s:
             return f"no heartbeat for {now_s - peer.seen_at_s:.0f} s"
         if now_s - peer.active_at_s > self._recipe.slurm.hang_s:

@@ -36,12 +36,18 @@ class BatchRule:
         """The one version that may make this group in bitwise mode."""
         return max(0, self.step_of_group(group_id) - 1 - self.staleness)
 
+    def is_stale(self, group: GroupRef, step: int) -> bool:
+        """Is the group's oldest token too old for ``step``? Never in bitwise mode, where the version is fixed."""
+        return not self.bitwise and group.version_min < step - 1 - self.staleness
+
     def may_start(self, group_id: int, *, published: int, steps_left: int, waiting: int) -> bool:
         """May work on this group start, given the newest published version, the steps that are not recorded yet, and how
         many groups have been handed out or finished but have no fate yet?
 
-        In relaxed mode at most (staleness + 1) steps' worth of groups may be under way, so that none becomes stale only
-        because it waited; this holds after a restart as well, because ``waiting`` counts what was found on disk.
+        In relaxed mode at most (staleness + 1) steps' worth of groups may be under way (rounded up to whole leases), so that
+        none becomes stale only because it waited; this holds after a restart as well, because ``waiting`` counts what was
+        found on disk. Groups that are stale for the next step must not be counted: near the end of a run they would take
+        the places of those that the last steps wait for.
         """
         if self.bitwise:
             return self.version_for(group_id) <= published
@@ -66,12 +72,11 @@ def choose_batch(rule: BatchRule, step: int, ready: Mapping[int, GroupRef]) -> B
         if any(group_id not in ready for group_id in wanted):
             return None
         return BatchChoice(tuple(ready[group_id] for group_id in wanted), ())
-    oldest = step - 1 - rule.staleness
-    fresh = [ready[g] for g in sorted(ready) if ready[g].version_min >= oldest]
+    fresh = [ready[g] for g in sorted(ready) if not rule.is_stale(ready[g], step)]
     if len(fresh) < rule.groups_per_step:
         return None
     trained = fresh[: rule.groups_per_step]
-    stale = [ready[g] for g in sorted(ready) if ready[g].version_min < oldest]
+    stale = [ready[g] for g in sorted(ready) if rule.is_stale(ready[g], step)]
     return BatchChoice(
         tuple(trained),
         tuple(Rejection(group_id=g.group_id, reason="stale", path=g.path, digest=g.digest) for g in stale),

@@ -63,7 +63,9 @@ def is_alive(layout: RunLayout, record: IncarnationRecord, watch_s: float = 10.0
         return process_started(record.pid) == record.process_started
     first = read_hint(layout, record.incarnation)
     deadline = time.monotonic() + watch_s
-    while first is not None and time.monotonic() < deadline:
+    while (
+        time.monotonic() < deadline
+    ):  # without a hint as well: a controller that has just begun writes its first one soon
         time.sleep(0.5)
         if read_hint(layout, record.incarnation) != first:
             return True

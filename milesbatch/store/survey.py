@@ -24,7 +24,7 @@ from milesbatch.records import (
     Seal,
     WeightsManifest,
 )
-from milesbatch.store.durable import digest_file, read_optional, verify_file
+from milesbatch.store.durable import digest_file, read_optional, storage_error, verify_file
 from milesbatch.store.layout import RunLayout, TrajectoryName
 
 R = TypeVar("R", bound=Record)
@@ -65,7 +65,12 @@ def read_incarnations(layout: RunLayout) -> list[IncarnationRecord]:
         data = read_optional(path)
         if data is None:
             return records
-        records.append(IncarnationRecord.from_bytes(data, str(path)))
+        record = IncarnationRecord.from_bytes(data, str(path))
+        if record.incarnation != len(records) + 1:
+            raise CorruptArtefactError(
+                f"{path} is the record of incarnation {record.incarnation}", mend="run `milesbatch audit` on the run"
+            )
+        records.append(record)
 
 
 def survey(layout: RunLayout, incarnations: Sequence[IncarnationRecord]) -> Survey:
@@ -159,7 +164,9 @@ def _survey_weights(layout: RunLayout, later: Seals, found: Survey) -> None:
         if manifest is None:
             continue
         reason = None
-        if version > last_batch:
+        if manifest.version != version:
+            reason = f"it is the manifest of policy version {manifest.version}"
+        elif version > last_batch:
             reason = f"policy version {version} has no batch record"
         elif not later.accept_weights(manifest):
             reason = f"written by incarnation {manifest.incarnation} after it had been sealed"
@@ -191,7 +198,7 @@ def _verify_newest_chain(layout: RunLayout, good: dict[int, WeightsManifest], fo
                 )
                 break
             whole = version
-        found.last_version = whole
+        found.last_version = whole if whole in good else -1
         if whole >= keyframe:
             return
 
@@ -213,7 +220,9 @@ def _survey_checkpoints(layout: RunLayout, later: Seals, found: Survey) -> None:
         if manifest is None:
             continue
         reason = None
-        if step > len(found.batches):
+        if manifest.step != step:
+            reason = f"it is the manifest of checkpoint {manifest.step}"
+        elif step > len(found.batches):
             reason = f"checkpoint {step} has no batch record"
         elif not later.accept_checkpoint(manifest):
             reason = f"written by incarnation {manifest.incarnation} after it had been sealed"
@@ -246,8 +255,15 @@ def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None
             reason = f"written by incarnation {name.incarnation} after it had been sealed"
         elif path.name not in consumed and (not fates.is_pending(groups[0]) or blocks.intersection(groups)):
             reason = "another file holds the same groups"
-        elif digest_file(path).removeprefix("xxh128:")[:16] != name.tag:
-            reason = f"{path} is damaged: its name says {name.tag}, its content is {digest_file(path)}"
+        else:
+            try:
+                content = digest_file(path)
+            except FileNotFoundError:
+                continue  # its worker has just moved it away: another commit of the block came first
+            except OSError as error:
+                raise storage_error(path, error) from error
+            if content.removeprefix("xxh128:")[:16] != name.tag:
+                reason = f"{path} is damaged: its name says {name.tag}, its content is {content}"
         if reason is None:
             found.ready_files.append(name)
             blocks.update(groups)

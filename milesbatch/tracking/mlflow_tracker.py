@@ -32,17 +32,17 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         try:
+            if uri.startswith("sqlite:///"):
+                Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
             self._client: Any = MlflowClient(tracking_uri=uri)
             experiment = self._experiment(run)
             self._run_id = self._find(experiment, run) or self._create(experiment, run)
             self._client.set_terminated(self._run_id, "RUNNING")
             self._client.set_tag(self._run_id, "milesbatch.incarnation", str(incarnation))
-        except MlflowException as error:
+        except (MlflowException, OSError) as error:
             raise StorageError(
-                f"the MLflow server {uri} cannot be used: {error}",
+                f"the MLflow store {uri} cannot be used: {error}",
                 mend="check MLFLOW_TRACKING_URI, or set tracking.kind: none; training goes on without it",
             ) from error
 

@@ -20,9 +20,11 @@ from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import CheckpointManifest, GroupRef
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
+    AlreadyExistsError,
     create_exclusively,
     file_ref,
     make_directory,
+    move_to_quarantine,
     read_optional,
     remove_tree,
     sync_tree,
@@ -30,6 +32,7 @@ from milesbatch.store.durable import (
 )
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.survey import Seals, read_incarnations
 
 
 class Saver(Protocol):
@@ -120,11 +123,29 @@ class Checkpointer:
             divergences=facts.divergences,
             created_at=utc_now(),
         )
-        create_exclusively(self._layout.checkpoint_manifest(facts.step), manifest.to_bytes(), self._fence.check)
+        path = self._layout.checkpoint_manifest(facts.step)
+        try:
+            create_exclusively(path, manifest.to_bytes(), self._fence.check)
+        except AlreadyExistsError:
+            if self._counts(facts.step):
+                raise
+            reason = f"another incarnation wrote it after incarnation {self._fence.incarnation} had sealed the run"
+            move_to_quarantine(path, self._layout.quarantine, reason)
+            create_exclusively(path, manifest.to_bytes(), self._fence.check)
         self._retire(facts.step)
 
+    def _counts(self, step: int) -> bool:
+        """Is the committed checkpoint one that every later incarnation's seal covers?"""
+        path = self._layout.checkpoint_manifest(step)
+        try:
+            manifest = CheckpointManifest.from_bytes(path.read_bytes(), str(path))
+        except CorruptArtefactError:
+            return False
+        return Seals(read_incarnations(self._layout)).accept_checkpoint(manifest)
+
     def _retire(self, newest: int) -> None:
-        committed = [s for s in committed_checkpoints(self._layout) if s <= newest]
+        """Only checkpoints that count are counted, so that a zombie's never takes the place of a good one."""
+        committed = [s for s in committed_checkpoints(self._layout) if s <= newest and self._counts(s)]
         for step in committed[: -self._keep]:
             remove_tree(self._layout.checkpoint(step))
 

@@ -12,6 +12,7 @@ from milesbatch.records import BatchRecord
 from milesbatch.store.durable import AlreadyExistsError, create_exclusively, move_to_quarantine
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.survey import Seals, read_incarnations
 
 
 def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) -> None:
@@ -19,7 +20,8 @@ def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) ->
 
     Raises:
         FencedError: a newer incarnation has taken over.
-        AlreadyExistsError: this incarnation has already recorded the step otherwise (two trainers at once: a bug).
+        AlreadyExistsError: the step is recorded otherwise by this incarnation (two trainers at once: a bug) or in a record
+            of an earlier one that counts.
         StorageError: nothing was committed.
     """
     path = layout.batch(record.step)
@@ -31,6 +33,8 @@ def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) ->
             raise FencedError(f"incarnation {other.incarnation} has recorded step {record.step}") from None
         if other.incarnation == record.incarnation:
             raise
+        if Seals(read_incarnations(layout)).accept_batch(other):
+            raise  # it is within the seal: its fates stand, and whoever calls has not looked at it
         reason = f"incarnation {other.incarnation} wrote it after incarnation {record.incarnation} had sealed the run"
         move_to_quarantine(path, layout.quarantine, reason)
         create_exclusively(path, record.to_bytes(), fence.check)

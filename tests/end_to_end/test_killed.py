@@ -74,6 +74,20 @@ def test_a_killed_worker_and_a_killed_rank_are_replaced(unbroken: Path, cache: P
     assert status(run, cache)["incarnation"] == 1, "neither needs a new start of the whole run"
 
 
+@pytest.mark.parametrize("role", ["rollout-1", "trainer-1"])
+def test_a_process_that_hangs_is_found_by_its_heartbeat(
+    unbroken: Path, cache: Path, tmp_path: Path, role: str
+) -> None:
+    run = tmp_path / "run"
+    command = Command("run", QUICK, "--run-dir", run, "--set", "slurm.heartbeat_s=1", cache=cache)
+    wait_until((run / "batches" / "000002.json").exists, "step 2 is recorded")
+    kill(command.child(role), signal.SIGSTOP)
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert f"{role} died (no heartbeat" in ended.err
+    check_equal(run, unbroken)
+
+
 def test_stopped_by_a_signal_it_checkpoints_and_exits_with_75(unbroken: Path, cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = Command("run", QUICK, "--run-dir", run, cache=cache)
@@ -86,6 +100,18 @@ def test_stopped_by_a_signal_it_checkpoints_and_exits_with_75(unbroken: Path, ca
     assert body["last_checkpoint_step"] == body["step"], "a checkpoint is taken before it stops"
     assert milesbatch("run", QUICK, "--run-dir", run, cache=cache).code == 0
     check_equal(run, unbroken)
+
+
+def test_a_role_that_keeps_dying_stops_the_run_and_says_why(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text("import os\n\ndef score(prompt, response):\n    os._exit(7)\n")
+    settings = ["--set", "environment.reward=dying:score", "--set", "slurm.max_restarts_without_progress=1"]
+    run = tmp_path / "run"
+    ended = milesbatch("run", QUICK, "--run-dir", run, *settings, cache=cache, path=tmp_path)
+    assert ended.code == 1
+    assert "died 2 times without a new train step" in ended.err
+    assert "exit status 7" in ended.err
+    assert status(run, cache)["state"] == "failed"
+    assert "died 2 times" in status(run, cache)["cause"]
 
 
 def test_a_killed_controller_takes_its_roles_with_it(cache: Path, tmp_path: Path) -> None:

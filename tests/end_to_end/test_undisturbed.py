@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
-from command import QUICK, Command, digests, fates, milesbatch, status
+from command import QUICK, Command, digests, events, fates, milesbatch, status
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +53,13 @@ def test_staleness_is_exactly_what_the_recipe_says(unbroken: Path) -> None:
             expected = max(0, row["group_id"] // 8 + 1 - 1 - 1)
             assert [span["version"] for span in row["versions"]] == [expected]
             assert row["weights_digest"] == digests(unbroken)[expected]
+
+
+def test_the_trainer_and_the_rollout_agree_on_logprobs_of_the_same_weights(unbroken: Path) -> None:
+    first = events(unbroken, "trainer-0", "train_step")[0]
+    assert first["metrics"]["lag_mean"] == 0
+    assert 0 < first["metrics"]["logprob_difference_mean"] < 1e-4
+    assert first["metrics"]["logprob_difference_max"] < 1e-3
 
 
 def test_a_materialized_version_equals_the_checkpoint(unbroken: Path, cache: Path, tmp_path: Path) -> None:
