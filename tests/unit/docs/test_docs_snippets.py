@@ -88,6 +88,15 @@ def test_code_in_docs_runs(page: Path, run: Path, tmp_path: Path, monkeypatch: p
             exec(compile("\n" * line + text, str(page), "exec"), names)
 
 
+def test_recipes_in_docs_are_valid(tmp_path: Path) -> None:
+    from milesbatch.recipe.load import load_recipe
+
+    files = [(what, text) for page in PAGES for kind, what, text, _ in blocks(page) if kind == "file"]
+    recipes = [what for what, text in files if what.endswith(".yaml") and (tmp_path / what).write_text(text)]
+    assert recipes and len(set(recipes)) == len(recipes)
+    assert [load_recipe(tmp_path / name).name for name in recipes] == [name.removesuffix(".yaml") for name in recipes]
+
+
 def test_snippets_find_damage(run: Path, tmp_path: Path) -> None:
     """The verification code of the format page is not a decoration: a flipped bit stops it."""
     import shutil
