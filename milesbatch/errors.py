@@ -10,12 +10,16 @@ EXIT_NOT_WELL = 1
 EXIT_USAGE = 2
 EXIT_TEMPFAIL = 75
 """EX_TEMPFAIL of sysexits.h: stopped in order to be continued."""
+EXIT_NO_RESTART = 93
+"""Only between a role process and its controller: failed, and starting it again cannot help."""
 
 
 class MilesbatchError(Exception):
     """Base of all expected errors. ``mend`` is the sentence that tells the user what to do next."""
 
     exit_code = EXIT_NOT_WELL
+    may_restart = True
+    """Whether starting the process again can help."""
 
     def __init__(self, what: str, *, mend: str = "") -> None:
         self.what = what
@@ -81,11 +85,15 @@ class StorageError(MilesbatchError):
 
 
 class StorageFullError(StorageError):
-    """No space or quota left; says how much was needed."""
+    """No space or quota left; says how much was needed. Raised after the writer has waited for space."""
+
+    may_restart = False
 
 
 class StorageReadOnlyError(StorageError):
     """The filesystem or the directory does not accept writes."""
+
+    may_restart = False
 
 
 # -- mended by quarantine, replay, or an older copy ---------------------------------------------------------------
@@ -101,6 +109,8 @@ class FormatVersionError(MilesbatchError):
 
 class DivergenceError(MilesbatchError):
     """A replayed step gave other weights than the published ones and the recipe says ``on_divergence: stop``."""
+
+    may_restart = False
 
 
 # -- mended by looking at the logs --------------------------------------------------------------------------------

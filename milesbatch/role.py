@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.cluster.local import die_with_parent
-from milesbatch.errors import MilesbatchError
+from milesbatch.errors import EXIT_NO_RESTART, MilesbatchError
 
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
@@ -27,7 +27,7 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
         main(context)
     except MilesbatchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
+        code = error.exit_code if error.may_restart else EXIT_NO_RESTART
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is committed and closed; tearing the interpreter down would keep the allocation for seconds.

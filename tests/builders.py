@@ -28,6 +28,7 @@ from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.durable import create_exclusively
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import Patience
 from milesbatch.store.takeover import Claimant, take_over
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trajectories.groups import group_refs
@@ -39,6 +40,7 @@ AT = "2026-03-01T12:00:00.000000Z"
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 GROUPS_PER_STEP = 4
 GROUPS_PER_LEASE = 2
+IMPATIENT = Patience(0.0, print)
 
 
 def unfenced() -> None:
@@ -214,7 +216,8 @@ class FileSaver:
             (directory / name).write_bytes(data)
         self.running = True
 
-    def done(self) -> bool:
+    @property
+    def is_done(self) -> bool:
         return self.running
 
     def wait(self) -> None:
@@ -235,7 +238,7 @@ def make_facts(step: int, **changes: Any) -> CheckpointFacts:
 
 
 def commit_checkpoint(layout: RunLayout, step: int, incarnation: int = 1, keep: int = 100) -> CheckpointManifest:
-    checkpointer = Checkpointer(layout, Fence(layout, incarnation), FileSaver(), 0, 1, keep)
+    checkpointer = Checkpointer(layout, Fence(layout, incarnation), FileSaver(), 0, 1, keep, IMPATIENT)
     checkpointer.prepare(step)
     checkpointer.start({"model.distcp": b"state %d" % step * 50, "optim.distcp": b"o" * 64}, make_facts(step))
     assert checkpointer.finish() == step

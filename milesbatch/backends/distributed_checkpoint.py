@@ -66,6 +66,11 @@ class AsyncSaver:
         assert isinstance(response, Future)
         self._save = response
 
+    @property
+    def is_done(self) -> bool:
+        """True when nothing is being written on this rank, whatever became of it (``wait`` tells)."""
+        return self._save is None or self._save.done()
+
     def done(self) -> bool:
         """True when no save is running on this rank; the first call after a failed save raises its error.
 

@@ -38,6 +38,7 @@ def run(
     recipe or other input is wrong.
     """
     from milesbatch.controller.loop import Ending
+    from milesbatch.report.status import is_finished
 
     wanted = load_recipe(recipe, changes or [])
     layout = RunLayout(run_dir if run_dir is not None else runs_directory() / wanted.name)
@@ -60,9 +61,10 @@ def _control(layout: RunLayout, recipe: Recipe, recipe_changes: dict[str, Any]) 
     from milesbatch.cluster.local import LocalLauncher
     from milesbatch.controller.display import open_display
     from milesbatch.controller.loop import ControllerLoop
+    from milesbatch.report.status import cause_of_restart
     from milesbatch.store.takeover import Claimant, take_over
 
-    incarnation = take_over(layout, Claimant(), recipe_changes)
+    incarnation = take_over(layout, Claimant(cause=cause_of_restart(layout)), recipe_changes)
     _say(f"incarnation {incarnation.number} of {layout.root}: {_found(incarnation.found)}")
     display = open_display(recipe.name, recipe.steps)
     try:
@@ -128,11 +130,6 @@ def _check_fingerprints(record: RunRecord, wanted: Recipe) -> None:
                 f" it was {record.fingerprints[name]}, it is {digest}",
                 mend="put back what the run was started with, or start a new run with --run-dir",
             )
-
-
-def is_finished(layout: RunLayout, steps: int) -> bool:
-    """A run is finished when the checkpoint of its last step is committed."""
-    return layout.checkpoint_manifest(steps).exists()
 
 
 def _say_ending(layout: RunLayout, ending: str) -> None:

@@ -169,10 +169,12 @@ class Hub:
     async def batch(self, request: wire.BatchRequest) -> wire.BatchAnswer:
         deadline_s = time.monotonic() + request.wait_s
         while True:
+            if self.is_stopping:
+                return wire.BatchAnswer(ready=False, stop=True)
             choice = choose_batch(self.rule, request.step, self.ready)
             if choice is not None:
                 return wire.BatchAnswer(ready=True, trained=choice.trained, rejected=choice.rejected)
-            if self.is_stopping or not await self._wait_for_change(deadline_s):
+            if not await self._wait_for_change(deadline_s):
                 return wire.BatchAnswer(ready=False, missing=len(missing_groups(self.rule, request.step, self.ready)))
 
     def recorded(self, message: wire.Recorded) -> None:

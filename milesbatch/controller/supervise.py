@@ -142,6 +142,8 @@ class Supervisor:
         log = self._layout.log(name, self._base.incarnation)
         if verdict is Verdict.STOP_INPUT:
             raise InputError(said or f"{name} refused its input; see {log}")
+        if verdict is Verdict.STOP_HOPELESS:
+            raise RunFailedError(said or f"{name} failed; see {log}")
         if verdict is Verdict.STOP_FENCED:
             Fence(self._layout, self._base.incarnation).check()
             raise FencedError(f"{name} was fenced")

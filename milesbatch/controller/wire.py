@@ -80,6 +80,8 @@ class BatchRequest(Message):
 
 class BatchAnswer(Message):
     ready: bool
+    stop: bool = False
+    """Make no new record: take a checkpoint and end."""
     trained: tuple[GroupRef, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     missing: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from milesbatch.errors import EXIT_USAGE
+from milesbatch.errors import EXIT_NO_RESTART, EXIT_USAGE
 
 
 class Verdict(Enum):
@@ -18,6 +18,7 @@ class Verdict(Enum):
     RESTART = "restart"
     STOP_INPUT = "stop: the input is wrong"
     STOP_FENCED = "stop: a newer incarnation has taken over"
+    STOP_HOPELESS = "stop: it failed in a way that a restart cannot mend"
     STOP_NO_PROGRESS = "stop: restarts without progress"
 
 
@@ -38,6 +39,8 @@ class RestartPolicy:
             return Verdict.STOP_FENCED
         if exit_code == EXIT_USAGE:
             return Verdict.STOP_INPUT
+        if exit_code == EXIT_NO_RESTART:
+            return Verdict.STOP_HOPELESS
         count = self._since_progress.get(role, 0) + 1
         self._since_progress[role] = count
         return Verdict.RESTART if count <= self.max_restarts_without_progress else Verdict.STOP_NO_PROGRESS

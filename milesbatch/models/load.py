@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from milesbatch.errors import ModelError
-from milesbatch.models.pretrained import recorded_cache, resolve_source
+from milesbatch.models.pretrained import recorded_cache, recorded_max_length, resolve_source
 from milesbatch.recipe.models import MadeModel, PretrainedModel, Recipe
 
 
@@ -43,8 +43,13 @@ def load_config(model_directory: Path) -> Any:
 
 
 def context_length(model_directory: Path) -> int:
-    """Longest sequence (prompt and response) of the model, in tokens."""
-    return int(load_config(model_directory).max_position_embeddings)
+    """Longest sequence (prompt and response) in tokens: the model's own, or the recipe's ``model.max_length`` if shorter.
+
+    Raises:
+        ModelError: the configuration is missing or cannot be read.
+    """
+    own, limit = int(load_config(model_directory).max_position_embeddings), recorded_max_length(model_directory)
+    return own if limit is None else min(own, limit)
 
 
 def stop_token_ids(model_directory: Path) -> tuple[int, ...]:

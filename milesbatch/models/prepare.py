@@ -22,7 +22,7 @@ from milesbatch.errors import MilesbatchError, ModelError, RecipeError
 from milesbatch.models.cache import cached_directory
 from milesbatch.models.load import loading
 from milesbatch.models.made import make_config, make_model
-from milesbatch.models.pretrained import SOURCE_FILE, is_url, resolve_source, source_record
+from milesbatch.models.pretrained import SOURCE_FILE, resolve_source, source_record
 from milesbatch.models.tokenizer import make_tokenizer
 from milesbatch.models.warm_start import warm_start
 from milesbatch.recipe.models import MadeModel, PretrainedModel, Recipe
@@ -59,8 +59,7 @@ def prepare_model(recipe: Recipe, model_directory: Path, cache: Path, report: Ca
     with tempfile.TemporaryDirectory() as temporary:
         _describe_pretrained(model, resolved, Path(temporary))
         _publish_directory(Path(temporary), model_directory)
-    if is_url(model.path):
-        _publish(model_directory / SOURCE_FILE, source_record(cache))
+    _publish(model_directory / SOURCE_FILE, source_record(model, cache))
 
 
 def made_model_key(recipe: Recipe, model: MadeModel) -> str:

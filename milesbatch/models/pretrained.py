@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import fsspec
 
@@ -22,7 +23,7 @@ from milesbatch.records import canonical_json, digest_bytes
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^[a-z][a-z0-9+-]*::")
 _PACKAGE = "package:"
 SOURCE_FILE = "source.json"
-"""In a run's model directory, for downloaded models only: which cache holds the download."""
+"""In a run's model directory, for pretrained models only: the cache that holds a download, and the recipe's limits."""
 _WANTED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 """Endings of the files that transformers reads from a model directory, next to the GGUF file named in the recipe."""
 
@@ -48,9 +49,11 @@ def is_url(path: str) -> bool:
     return not path.startswith(_PACKAGE) and bool(_URL.match(path))
 
 
-def source_record(cache: Path) -> bytes:
-    """Content of :data:`SOURCE_FILE`."""
-    return canonical_json({"cache": str(cache.resolve())})
+def source_record(model: PretrainedModel, cache: Path) -> bytes:
+    """Content of :data:`SOURCE_FILE`: ``cache`` (null unless the model was downloaded) and ``max_length`` (tokens or null)."""
+    return canonical_json(
+        {"cache": str(cache.resolve()) if is_url(model.path) else None, "max_length": model.max_length}
+    )
 
 
 def recorded_cache(model: PretrainedModel, model_directory: Path) -> Path:
@@ -61,13 +64,35 @@ def recorded_cache(model: PretrainedModel, model_directory: Path) -> Path:
     """
     if not is_url(model.path):
         return model_directory
+    cache = _source_entry(model_directory, "cache")
+    if not isinstance(cache, str):
+        raise ModelError(
+            f"{model_directory / SOURCE_FILE} does not say where the download of {model.path} is",
+            mend="the run's model directory is incomplete; start the run anew",
+        )
+    return Path(cache)
+
+
+def recorded_max_length(model_directory: Path) -> int | None:
+    """``model.max_length`` of the recipe that the directory was prepared for; None when there was none.
+
+    Raises:
+        ModelError: the record is broken.
+    """
+    limit = _source_entry(model_directory, "max_length")
+    return None if limit is None else int(limit)
+
+
+def _source_entry(model_directory: Path, name: str) -> Any:
     path = model_directory / SOURCE_FILE
     try:
-        return Path(json.loads(path.read_bytes())["cache"])
+        return json.loads(path.read_bytes())[name]
+    except FileNotFoundError:
+        # Made models, and directories that were not prepared here, have no record.
+        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{path} does not say where the download of {model.path} is ({error})",
-            mend="the run's model directory is incomplete; start the run anew",
+            f"{path} cannot be read ({error})", mend="the run's model directory is incomplete; start the run anew"
         ) from error
 
 

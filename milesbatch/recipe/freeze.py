@@ -23,7 +23,6 @@ MAY_CHANGE: Final = (
     "slurm.",
     "tracking.",
     "rollout.workers",
-    "rollout.threads",
     "rollout.lease_s",
     "environment.max_failed_share",
     "environment.failed_window",

@@ -59,6 +59,12 @@ class PretrainedModel(Section):
     gguf_file: str | None = Field(None, description="Name of a GGUF file inside `path`; null for safetensors.")
     chat_template: bool = Field(True, description="Wrap prompts with the model's own chat template.")
     system_prompt: str | None = Field(None, description="System message put before each prompt; null for none.")
+    max_length: int | None = Field(
+        None,
+        ge=16,
+        description="Longest sequence (prompt and response) in tokens; engines set aside memory for so many at each of"
+        " `rollout.max_concurrent_samples`. null uses the model's whole context, which can be far more than is needed.",
+    )
 
 
 Model = Annotated[MadeModel | PretrainedModel, Field(discriminator="kind")]
@@ -348,7 +354,7 @@ class Algorithm(Section):
     group_filter: Literal["none", "zero_variance"] = Field(
         "none",
         description="Which groups are rejected after judging: `zero_variance` rejects those whose samples all have the same"
-        " reward, from which nothing can be learned; other groups take their place.",
+        " reward, from which nothing can be learned; the step is then smaller by those groups.",
     )
 
 
@@ -388,7 +394,7 @@ class Checkpoint(Section):
     on_divergence: Literal["adopt", "stop"] = Field(
         "stop",
         description="What happens when a replayed step gives other weights than the published ones: `adopt` goes on from"
-        " the replayed ones and records it, `discard` drops what was made with the published ones, `stop` ends the run.",
+        " the replayed ones and records it, `stop` ends the run.",
     )
 
 
@@ -404,14 +410,21 @@ class Slurm(Section):
     heartbeat_s: float = Field(
         2.0,
         gt=0,
-        description="Seconds between the heartbeats of a process; after five missed ones it counts as lost. Too short takes"
-        " a busy process for a lost one.",
+        le=5,
+        description="Seconds between the heartbeats of a process; silent for seven and a half of them it counts as lost. Too"
+        " short takes a busy process for a lost one.",
     )
     hang_s: float = Field(
         120.0,
         gt=0,
-        description="Seconds after which a process that makes no progress is treated as dead. Shorter than one step or one"
-        " lease takes, healthy processes are ended.",
+        description="Seconds after which a process that makes no progress is treated as dead. Shorter than loading the model"
+        " or one step takes, healthy processes are ended.",
+    )
+    disk_full_wait_s: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds for which a writer waits for space on a full disk before the run stops. Nothing is lost either"
+        " way; 0 stops at once.",
     )
 
 

@@ -7,14 +7,15 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from milesbatch.records import IncarnationRecord, WeightsManifest
+from milesbatch.errors import CorruptArtefactError
+from milesbatch.records import CheckpointManifest, IncarnationRecord, WeightsManifest
 from milesbatch.report.summary import step_events
 from milesbatch.store.durable import read_optional
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive, read_hint
 from milesbatch.store.run import open_run
-from milesbatch.store.survey import read_incarnations
+from milesbatch.store.survey import Seals, read_incarnations
 
 _ASK_S = 2.0
 
@@ -39,7 +40,7 @@ def run_status(layout: RunLayout) -> dict[str, Any]:
     figures = metrics[0]["metrics"] if metrics else {}
     return {
         "run_id": run.record.run_id if run else None,
-        "state": _state(step, steps, checkpoint, alive, ending, live),
+        "state": _state(steps > 0 and is_finished(layout, steps), alive, ending, live),
         "step": step,
         "steps": steps,
         "policy_version": version,
@@ -60,10 +61,32 @@ def run_status(layout: RunLayout) -> dict[str, Any]:
     }
 
 
-def _state(
-    step: int, steps: int, checkpoint: int, alive: bool, ending: dict[str, Any], live: dict[str, Any] | None
-) -> str:
-    if steps and step >= steps and checkpoint >= steps:
+def is_finished(layout: RunLayout, steps: int) -> bool:
+    """A run is finished when a checkpoint of its last step counts: committed, whole as a record, and within the seals."""
+    path = layout.checkpoint_manifest(steps)
+    data = read_optional(path)
+    if data is None:
+        return False
+    try:
+        manifest = CheckpointManifest.from_bytes(data, str(path))
+    except CorruptArtefactError:
+        return False
+    return Seals(read_incarnations(layout)).accept_checkpoint(manifest)
+
+
+def cause_of_restart(layout: RunLayout) -> str:
+    """Why another incarnation begins, in words, from the last one's own log (for people: nothing is decided by it)."""
+    incarnations = read_incarnations(layout)
+    ending = _ending(layout, incarnations[-1] if incarnations else None)
+    if not ending:
+        return "the controller was lost without a word (killed, or its node died)"
+    if ending["event"] == "failed":
+        return f"it failed: {str(ending.get('error', '')).splitlines()[0]}"
+    return {"finished": "more steps were asked for", "stopped": "it was stopped by a signal"}[ending["event"]]
+
+
+def _state(has_finished: bool, alive: bool, ending: dict[str, Any], live: dict[str, Any] | None) -> str:
+    if has_finished:
         return "finished"
     if alive:
         return str(live["state"]) if live else "running"

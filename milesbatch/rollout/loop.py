@@ -13,6 +13,7 @@ generated again and the second file is the one that counts (the first is quarant
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from milesbatch.cluster.context import RoleContext
 from milesbatch.controller import wire
 from milesbatch.controller.client import Controller, Pulse
 from milesbatch.engines.protocol import Completion, RolloutEngine
-from milesbatch.errors import DataError, StorageFullError
+from milesbatch.errors import DataError
 from milesbatch.rollout.episodes import Episode, EpisodeRunner
 from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.events import EventLog
 from milesbatch.store.fence import Fence
+from milesbatch.store.patience import Patience
 from milesbatch.store.run import OpenRun
 from milesbatch.trajectories.groups import refs_of
 from milesbatch.trajectories.schema import FileMetadata
@@ -35,7 +37,6 @@ from milesbatch.trajectories.writer import write_trajectories
 from milesbatch.weights.follower import Follower
 
 _POLL_S = 0.05
-_SPACE_PATIENCE_S = 600.0
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class WorkerLoop:
         self._metadata = metadata
         self._fence = Fence(run.layout, context.incarnation)
         self._is_bitwise = run.recipe.determinism == "bitwise"
+        self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
         self._digests: dict[int, str] = {}
         self._open: list[OpenLease] = []
 
@@ -169,25 +171,17 @@ class WorkerLoop:
         self._write(lease, trajectories, generated_s)
 
     def _write(self, lease: OpenLease, trajectories: list[Trajectory], generated_s: float) -> None:
-        deadline_s = time.monotonic() + _SPACE_PATIENCE_S
-        while True:
-            try:
-                name, ref = write_trajectories(
-                    self._layout,
-                    trajectories,
-                    incarnation=self._context.incarnation,
-                    worker=self._context.name,
-                    metadata=self._metadata,
-                    before_commit=self._fence.check,
-                    samples_per_group=self._recipe.rollout.samples_per_group,
-                )
-                break
-            except StorageFullError as error:
-                if time.monotonic() > deadline_s:
-                    raise
-                self._events.write("waiting_for_space", error=error.what)
-                self._pulse.state = "waiting"
-                time.sleep(1.0)
+        name, ref = self._patience.until_space(
+            lambda: write_trajectories(
+                self._layout,
+                trajectories,
+                incarnation=self._context.incarnation,
+                worker=self._context.name,
+                metadata=self._metadata,
+                before_commit=self._fence.check,
+                samples_per_group=self._recipe.rollout.samples_per_group,
+            )
+        )
         request = wire.CommitRequest(
             name=self._context.name,
             block=lease.block,
@@ -210,3 +204,8 @@ class WorkerLoop:
         if not accepted:
             reason = "another worker's file of the same groups was committed first"
             move_to_quarantine(self._layout.trajectory(name), self._layout.quarantine, reason)
+
+    def _tell_full(self, text: str) -> None:
+        self._pulse.moved()
+        print(text, file=sys.stderr, flush=True)
+        self._events.write("waiting_for_space", error=text)

@@ -21,7 +21,6 @@ import contextlib
 import errno
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,22 +299,3 @@ def read_optional(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise storage_error(path, error) from error
-
-
-def wait_for_space(action: Callable[[], FileRef], patience_s: float, tell: Callable[[str], None]) -> FileRef:
-    """Repeat ``action`` while the filesystem is full, for at most ``patience_s`` seconds; tell the user each time.
-
-    Raises:
-        StorageFullError: still no space after ``patience_s``.
-    """
-    deadline = time.monotonic() + patience_s
-    pause_s = 1.0
-    while True:
-        try:
-            return action()
-        except StorageFullError as error:
-            if time.monotonic() + pause_s > deadline:
-                raise
-            tell(f"{error.what}; trying again in {pause_s:.0f} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 30.0)

@@ -37,14 +37,13 @@ def read_run_record(layout: RunLayout) -> RunRecord | None:
 
 
 def frozen_recipe(layout: RunLayout, record: RunRecord) -> Recipe:
-    """The recipe as it was frozen, verified against ``run.json``.
+    """The recipe as it was frozen; it and the model's files are verified against ``run.json``.
 
     Raises:
-        CorruptArtefactError: ``recipe.yaml`` is damaged.
+        CorruptArtefactError: ``recipe.yaml`` or a file under ``model/`` is damaged.
     """
     for ref in record.files:
-        if ref.path == layout.recipe.name:
-            verify_file(layout.recipe, ref)
+        verify_file(layout.root / ref.path, ref)
     return load_recipe(layout.recipe)
 
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from milesbatch.errors import MilesbatchError, RunHeldError
+from milesbatch.errors import MilesbatchError, RunHeldError, StorageError
 from milesbatch.records import IncarnationRecord
 from milesbatch.store.clock import utc_now
-from milesbatch.store.durable import AlreadyExistsError, create_exclusively, move_to_quarantine, sweep_temporary
+from milesbatch.store.durable import create_exclusively, move_to_quarantine, read_optional, sweep_temporary
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive, process_started
 from milesbatch.store.survey import Survey, read_incarnations, survey
@@ -78,9 +78,12 @@ def take_over(layout: RunLayout, claimant: Claimant, recipe_changes: Mapping[str
     path = layout.incarnation(number)
     try:
         create_exclusively(path, record.to_bytes())
-    except AlreadyExistsError:
-        winner = IncarnationRecord.from_bytes(path.read_bytes(), str(path))
-        raise _held(layout, winner) from None
+    except StorageError:
+        # Exists already, or the winner's sweep took the temporary file away: either way its record is there.
+        data = read_optional(path)
+        if data is None or data == record.to_bytes():
+            raise
+        raise _held(layout, IncarnationRecord.from_bytes(data, str(path))) from None
     return Incarnation(record, found, _sweep(layout, found))
 
 

@@ -32,6 +32,7 @@ from milesbatch.store.durable import (
 )
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import Patience
 from milesbatch.store.survey import Seals, read_incarnations
 
 
@@ -39,7 +40,8 @@ class Saver(Protocol):
     """Writes a state in the background (:class:`milesbatch.backends.distributed_checkpoint.AsyncSaver`)."""
 
     def start(self, state_dict: Mapping[str, Any], directory: Any) -> None: ...
-    def done(self) -> bool: ...
+    @property
+    def is_done(self) -> bool: ...
     def wait(self) -> None: ...
 
 
@@ -59,13 +61,16 @@ class CheckpointFacts:
 class Checkpointer:
     """Takes checkpoints on all ranks; commits them on rank 0."""
 
-    def __init__(self, layout: RunLayout, fence: Fence, saver: Saver, rank: int, world_size: int, keep: int) -> None:
+    def __init__(
+        self, layout: RunLayout, fence: Fence, saver: Saver, rank: int, world_size: int, keep: int, patience: Patience
+    ) -> None:
         self._layout = layout
         self._fence = fence
         self._saver = saver
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
+        self._patience = patience
         self._running: CheckpointFacts | None = None
 
     def prepare(self, step: int) -> None:
@@ -81,15 +86,12 @@ class Checkpointer:
         self._saver.start(state_dict, self._layout.checkpoint_shards(facts.step, self._fence.incarnation))
         self._running = facts
 
-    def poll(self) -> int | None:
-        """Rank 0: commit the running checkpoint if it is written; returns its step then."""
-        return self.finish() if self._running is not None and self._saver.done() else None
-
     def finish(self) -> int | None:
-        """Wait for the running checkpoint and (rank 0) commit it; returns its step, None when none was running.
+        """All ranks: wait for the running checkpoint and (rank 0) commit it; returns its step, None when none was running.
 
         Raises:
             FencedError: a newer incarnation has taken over; nothing was committed.
+            StorageFullError: on all ranks, no space for the shards; the checkpoint before stays, and another may be started.
             StorageError: the shards could not be written; the checkpoint before stays.
         """
         facts, self._running = self._running, None
@@ -97,12 +99,23 @@ class Checkpointer:
             return None
         self._saver.wait()
         if self._rank == 0:
-            self._commit(facts)
+            self._patience.until_space(lambda: self._commit(facts))
         return facts.step
 
+    def has(self, step: int) -> bool:
+        """Rank 0: is there a committed checkpoint of ``step`` that counts? One that does not is moved to quarantine."""
+        path = self._layout.checkpoint_manifest(step)
+        if not path.exists():
+            return False
+        if self._counts(step):
+            return True
+        move_to_quarantine(path, self._layout.quarantine, "it is damaged, or was written after it had been sealed out")
+        return False
+
     @property
-    def is_running(self) -> bool:
-        return self._running is not None
+    def is_written(self) -> bool:
+        """Rank 0: the running checkpoint waits only for its commit."""
+        return self._running is not None and self._saver.is_done
 
     def _commit(self, facts: CheckpointFacts) -> None:
         directory = self._layout.checkpoint(facts.step)

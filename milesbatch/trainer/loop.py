@@ -11,6 +11,7 @@ of: record without version (replayed, then published), version without checkpoin
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -25,10 +26,12 @@ from milesbatch.controller import wire
 from milesbatch.controller.client import Controller, Pulse
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.resume import ResumePlan, plan_resume
+from milesbatch.errors import StorageFullError
 from milesbatch.records import BatchRecord, GroupRef
 from milesbatch.store.clock import utc_now
 from milesbatch.store.events import EventLog
 from milesbatch.store.fence import Fence
+from milesbatch.store.patience import Patience
 from milesbatch.store.run import OpenRun
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
@@ -70,7 +73,8 @@ class TrainerLoop:
         self._is_first = context.index == 0
         self.fence = Fence(run.layout, context.incarnation)
         self._fates = FateTable()
-        self._publishing = Publishing(run.layout, run.recipe, self.fence, backend, self._is_first)
+        self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
+        self._publishing = Publishing(run.layout, run.recipe, self.fence, backend, self._is_first, self._patience)
         self._checkpointed = -1
 
     def run(self, checkpointer: Checkpointer) -> None:
@@ -147,10 +151,10 @@ class TrainerLoop:
         self._pulse.state = "waiting"
         while True:
             answer = self._controller.batch(step)
+            if answer.stop:
+                return None
             if answer.ready:
                 break
-            if self._pulse.should_stop:
-                return None
         self._pulse.state = "training"
         trajectories = read_groups(self._layout, answer.trained)
         trained, rejected = sift(answer.trained, trajectories, self._recipe.algorithm)
@@ -163,7 +167,7 @@ class TrainerLoop:
             stream_position=max(self._fates.stream_position, max(fates, default=-1) + 1),
             created_at=utc_now(),
         )
-        commit_batch_record(self._layout, record, self.fence)
+        self._patience.until_space(lambda: commit_batch_record(self._layout, record, self.fence))
         return record
 
     def _train(self, record: BatchRecord, *, is_replay: bool, began_s: float) -> None:
@@ -195,33 +199,51 @@ class TrainerLoop:
 
     def _maybe_checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
         """Commit the running checkpoint if it is written; begin the next one when it is due. All ranks decide alike."""
-        if self._is_first and (committed := checkpointer.poll()) is not None:
-            self._tell_checkpointed(committed)
-        if step % self._recipe.checkpoint.every == 0 and step < self._recipe.steps:
-            self._checkpoint(checkpointer, step)
+        is_due = step % self._recipe.checkpoint.every == 0 and step < self._recipe.steps
+        if is_due or _agree(checkpointer.is_written):
+            self._finish_checkpoint(checkpointer)
+        if is_due:
+            self._start_checkpoint(checkpointer, step)
 
     def _last_checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
-        self._checkpoint(checkpointer, step)
+        """The state before leaving is worth waiting for, even on a full disk."""
         self._finish_checkpoint(checkpointer)
+        deadline_s = time.monotonic() + self._patience.wait_s
+        while self._start_checkpoint(checkpointer, step) and not self._finish_checkpoint(checkpointer):
+            if _agree(time.monotonic() > deadline_s):
+                raise StorageFullError(
+                    f"no space for checkpoint {step} in {self._layout.checkpoints}",
+                    mend="free space there and give the same command again; nothing was lost",
+                )
+            time.sleep(1.0)
 
-    def _checkpoint(self, checkpointer: Checkpointer, step: int) -> None:
-        self._finish_checkpoint(checkpointer)
-        if step == 0 or step <= self._checkpointed or _agree(self._layout.checkpoint_manifest(step).exists()):
-            return
+    def _start_checkpoint(self, checkpointer: Checkpointer, step: int) -> bool:
+        """Begin to write the state after ``step``; False when there is nothing to write."""
+        if step == 0 or step <= self._checkpointed or _agree(self._is_first and checkpointer.has(step)):
+            return False
         began_s = time.monotonic()
         if self._is_first:
-            checkpointer.prepare(step)
+            self._patience.until_space(lambda: checkpointer.prepare(step))
         dist.barrier()
         checkpointer.start(self._backend.state_dict(), self._facts(step))
         self._events.write("checkpoint_started", step=step, stall_s=round(time.monotonic() - began_s, 4))
+        return True
 
-    def _finish_checkpoint(self, checkpointer: Checkpointer) -> None:
-        if (committed := checkpointer.finish()) is not None and self._is_first:
-            self._tell_checkpointed(committed)
+    def _finish_checkpoint(self, checkpointer: Checkpointer) -> bool:
+        """Commit what is being written; False when the disk was too full for it (then the one before stays)."""
+        try:
+            committed = checkpointer.finish()
+        except StorageFullError as error:
+            self._tell_full(error.what)
+            return False
+        if committed is not None:
+            self._checkpointed = committed
+            if self._is_first:
+                self._tell_checkpointed(committed)
+        return True
 
     def _facts(self, step: int) -> CheckpointFacts:
         since = max(self._checkpointed, 0)
-        self._checkpointed = step
         pending: tuple[GroupRef, ...] = ()
         if self._is_first:
             pending = self._controller.ask("pending", wire.PendingRequest(), wire.PendingAnswer).groups
@@ -236,6 +258,10 @@ class TrainerLoop:
             divergences=tuple(self._publishing.divergences),
         )
 
+    @property
+    def patience(self) -> Patience:
+        return self._patience
+
     # -- telling the controller -------------------------------------------------------------------------------------
 
     def _tell_recorded(self, record: BatchRecord) -> None:
@@ -246,6 +272,12 @@ class TrainerLoop:
         if self._is_first:
             message = wire.Published(version=self._publishing.version, weights_digest=self._publishing.weights_digest)
             self._controller.tell("published", message)
+
+    def _tell_full(self, text: str) -> None:
+        """A full disk: no heartbeat may take the wait for a hang."""
+        self._pulse.moved()
+        print(text, file=sys.stderr, flush=True)
+        self._events.write("waiting_for_space", error=text)
 
     def _tell_checkpointed(self, step: int) -> None:
         self._events.write("checkpoint_committed", step=step)

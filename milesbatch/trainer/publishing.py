@@ -17,6 +17,7 @@ from milesbatch.recipe.models import Recipe
 from milesbatch.records import WeightsManifest
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import Patience
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.publisher import Publisher
 
@@ -25,7 +26,13 @@ class Publishing:
     """One rank's part in publishing."""
 
     def __init__(
-        self, layout: RunLayout, recipe: Recipe, fence: Fence, backend: TrainerBackend, is_first: bool
+        self,
+        layout: RunLayout,
+        recipe: Recipe,
+        fence: Fence,
+        backend: TrainerBackend,
+        is_first: bool,
+        patience: Patience,
     ) -> None:
         self._recipe = recipe
         self._backend = backend
@@ -38,6 +45,7 @@ class Publishing:
                 keyframe_every=recipe.weights.keyframe_every,
                 before_commit=fence.check,
                 accept=Seals(read_incarnations(layout)).accept_weights,
+                patience=patience,
             )
         self.version = -1
         self.weights_digest = ""

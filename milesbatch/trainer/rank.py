@@ -9,9 +9,10 @@ from typing import Any
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.controller.client import Controller, Pulse
+from milesbatch.errors import RunMismatchError
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.run import open_run
+from milesbatch.store.run import OpenRun, open_run
 
 _NEVER = timedelta(days=7)
 """Collectives never time out by themselves: rank 0 may wait long for rollouts. Hangs are found by heartbeats."""
@@ -41,10 +42,11 @@ def main(context: RoleContext) -> None:
     _join(context, controller, dist)
     events = EventLog(layout, context.name, context.incarnation)
     try:
+        _check_model(run)
         backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), torch.device("cpu"))
         loop = TrainerLoop(context, run, backend, controller, pulse, events)
         checkpointer = Checkpointer(
-            layout, loop.fence, AsyncSaver(), context.index, context.count, recipe.checkpoint.keep
+            layout, loop.fence, AsyncSaver(), context.index, context.count, recipe.checkpoint.keep, loop.patience
         )
         events.write("ready", seconds=round(time.monotonic() - began_s, 2))
         loop.run(checkpointer)
@@ -62,3 +64,20 @@ def _join(context: RoleContext, controller: Controller, dist: Any) -> None:
         host, _, port = controller.meet(None).rpartition(":")
         store = dist.TCPStore(host, int(port), context.count, is_master=False, timeout=_NEVER)
     dist.init_process_group("gloo", store=store, rank=context.index, world_size=context.count, timeout=_NEVER)
+
+
+def _check_model(run: OpenRun) -> None:
+    """The starting weights must be those that the run began with, also after a restart.
+
+    Raises:
+        RunMismatchError: they have changed; names both digests.
+    """
+    from milesbatch.models.fingerprint import model_fingerprints
+
+    for name, digest in model_fingerprints(run.recipe, run.layout.model).items():
+        if run.record.fingerprints[name] != digest:
+            raise RunMismatchError(
+                f"the {name} of run {run.record.run_id} has changed since the run began:"
+                f" it was {run.record.fingerprints[name]}, it is {digest}",
+                mend="put back what the run was started with, or start a new run with --run-dir",
+            )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy as np
 from milesbatch.errors import DivergenceError
 from milesbatch.ids import number
 from milesbatch.records import FileRef, TensorEntry, WeightsManifest
+from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
     AlreadyExistsError,
     create_exclusively,
@@ -35,6 +35,7 @@ from milesbatch.store.durable import (
     remove_file,
 )
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import AT_ONCE, Patience
 from milesbatch.weights.codec import Encoded, encode
 from milesbatch.weights.digest import weights_digest
 from milesbatch.weights.reader import AcceptManifest, accept_all, read_manifest
@@ -89,13 +90,14 @@ class Publisher:
         keyframe_every: int,
         before_commit: Callable[[], None],
         accept: AcceptManifest = accept_all,
+        patience: Patience = AT_ONCE,
     ) -> None:
         """``before_commit`` runs just before each manifest becomes visible: the fencing check belongs there. A committed
         version that ``accept`` refuses (a fenced incarnation's) is moved to quarantine when its number is published."""
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, found {keyframe_every}")
         self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
-        self._before_commit, self._accept = before_commit, accept
+        self._before_commit, self._accept, self._patience = before_commit, accept, patience
         self._snapshot: _Snapshot | None = None
 
     @property
@@ -145,7 +147,7 @@ class Publisher:
             raise ValueError(f"policy version {version} has no tensors")
         if missing := sorted(set(tied.values()) - set(draft.tensors)):
             raise ValueError(f"policy version {version}: tied to tensors that are not stored: {', '.join(missing)}")
-        manifest = existing or self._commit(version, draft, base, tied)
+        manifest = existing or self._patience.until_space(lambda: self._commit(version, draft, base, tied))
         if manifest.weights_digest != draft.digest:
             raise DivergenceError(
                 f"policy version {version} is published with weights digest {manifest.weights_digest} "
@@ -202,7 +204,7 @@ class Publisher:
             tensors=tuple(_entries(draft, has_delta, delta or keyframe)),
             tied=dict(tied),
             files=tuple(ref for ref in (keyframe, delta) if ref is not None),
-            created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+            created_at=utc_now(),
         )
         try:
             create_exclusively(self._layout.weights_manifest(version), manifest.to_bytes(), self._before_commit)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command import QUICK, Ended, milesbatch
+from command import QUICK, Command, Ended, digests, fates, milesbatch, wait_until
 
 
 def check_clear(ended: Ended, code: int, *words: str) -> None:
@@ -118,19 +118,48 @@ def test_a_full_disk_at_the_start(tmp_path: Path, cache: Path) -> None:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_while_training_loses_nothing(tmp_path: Path, cache: Path, unbroken: Path) -> None:
-    """The writers stop with a clear error; when space is there, the same command goes on to the same weights."""
-    from command import digests, fates
-
-    place = tmp_path / "small"
+def small_disk(place: Path) -> Command:
+    """A run on a disk that is too small for it; checkpoints and trajectories compete for what there is."""
     mounted(place, "size=2600k")
+    settings = ["--set", "slurm.disk_full_wait_s=3"]
+    return Command("run", QUICK, "--run-dir", place / "run", *settings, cache=place.parent / "cache")
+
+
+def grow(place: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_nothing_is_lost(tmp_path: Path, unbroken: Path) -> None:
+    """The writers stop with a clear error; when space is there, the same command goes on to the same weights."""
+    place = tmp_path / "small"
     try:
-        ended = milesbatch("run", QUICK, "--run-dir", place / "run", cache=cache)
-        check_clear(ended, 1, "no space", str(place))
-        subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
-        ended = milesbatch("run", QUICK, "--run-dir", place / "run", cache=cache)
+        check_clear(small_disk(place).wait(), 1, "no space", str(place))
+        grow(place)
+        ended = milesbatch("run", QUICK, "--run-dir", place / "run", cache=tmp_path / "cache")
         assert ended.code == 0, ended.err
         assert digests(place / "run") == digests(unbroken)
         assert fates(place / "run") == fates(unbroken)
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_is_waited_out_by_the_same_processes(tmp_path: Path, unbroken: Path) -> None:
+    place = tmp_path / "small"
+    mounted(place, "size=2600k")
+    try:
+        command = Command("run", QUICK, "--run-dir", place / "run", cache=tmp_path / "cache")
+        wait_until(lambda: "waiting_for_space" in told(place / "run"), "a writer says that it waits")
+        before = command.children()
+        grow(place)
+        ended = command.wait()
+        assert ended.code == 0, ended.err
+        assert " died " not in ended.err, "no process may have been replaced"
+        assert len(before) == 4
+        assert digests(place / "run") == digests(unbroken)
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def told(run: Path) -> str:
+    """What the logs say; the event logs share the full disk, so either may have it."""
+    return "".join(path.read_text(errors="replace") for path in (run / "events").glob("*.jsonl"))

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from milesbatch.decisions.fates import Fate, FateTable
 from milesbatch.errors import CorruptArtefactError
 
-steps = st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=5), st.lists(st.integers(0, 30), max_size=3)), max_size=6)
+steps = st.lists(
+    st.tuples(st.lists(st.integers(0, 30), max_size=5), st.lists(st.integers(0, 30), max_size=3)), max_size=6
+)
 
 
 @given(steps)
@@ -32,9 +34,13 @@ def test_a_second_fate_is_refused_and_changes_nothing(content: list[tuple[list[i
         assert all(table.is_pending(g) == (g not in model) for g in range(40))
         assert table.is_pending(table.stream_position)
         assert table.stream_position == max(model, default=-1) + 1
-    assert FateTable.of(
-        make_batch(i, [make_ref(g) for g in t], [make_rejection(g) for g in r]) for i, (t, r) in enumerate(content, 1)
-    ) == table
+    assert (
+        FateTable.of(
+            make_batch(i, [make_ref(g) for g in t], [make_rejection(g) for g in r])
+            for i, (t, r) in enumerate(content, 1)
+        )
+        == table
+    )
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 4])

@@ -14,7 +14,9 @@ DURATION_S = 10.0
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("take"), st.sampled_from(WORKERS), st.one_of(st.none(), st.integers(0, 12)), st.integers(0, 12)),
+        st.tuples(
+            st.just("take"), st.sampled_from(WORKERS), st.one_of(st.none(), st.integers(0, 12)), st.integers(0, 12)
+        ),
         st.tuples(st.just("commit"), st.integers(0, 12)),
         st.tuples(st.just("tick"), st.sampled_from([0.0, 1.0, 9.0, 10.0])),
         st.tuples(st.just("end_worker"), st.sampled_from(WORKERS)),

@@ -53,6 +53,22 @@ def test_a_local_directory_is_prepared_without_copying_its_weights(saved, tmp_pa
     assert encode_prompt(load.load_tokenizer(tmp_path / "m"), recipe.model, prompt)[0] == 1
 
 
+@pytest.mark.parametrize(("asked", "got"), [(None, 128), (64, 64), (4096, 128)])
+def test_the_recipes_max_length_shortens_the_context_and_leaves_the_models_configuration_alone(
+    saved, tmp_path, asked, got
+):
+    prepare_model(pretrained(path=str(saved), max_length=asked), tmp_path / "m", tmp_path / "c", silent)
+    assert load.context_length(tmp_path / "m") == got
+    assert load.load_config(tmp_path / "m").max_position_embeddings == 128
+
+
+def test_a_broken_source_record_is_named(saved, tmp_path):
+    prepare_model(pretrained(path=str(saved)), tmp_path / "m", tmp_path / "c", silent)
+    (tmp_path / "m" / "source.json").write_text("[]")
+    with pytest.raises(ModelError, match="source.json"):
+        load.context_length(tmp_path / "m")
+
+
 @pytest.mark.parametrize("scheme", ["file://", "simplecache::file://"])
 def test_a_url_is_downloaded_once_and_gives_the_same_model(saved, tmp_path, scheme):
     recipe = pretrained(path=f"{scheme}{saved}")

@@ -44,8 +44,8 @@ from milesbatch.store.durable import (
     sweep_temporary,
     sync_tree,
     verify_file,
-    wait_for_space,
 )
+from milesbatch.store.patience import Patience
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -252,7 +252,7 @@ def test_an_error_without_a_number() -> None:
 def mounted(directory: Path, options: str, script: str) -> str:
     """Run ``script`` in a mount namespace of its own in which ``directory`` is a small memory filesystem."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    shell = f"mount -t tmpfs -o {options} none {directory} && exec {sys.executable} -c \"$SCRIPT\" {directory}"
+    shell = f'mount -t tmpfs -o {options} none {directory} && exec {sys.executable} -c "$SCRIPT" {directory}'
     process = subprocess.run(
         ["unshare", *user, "--mount", "sh", "-c", shell],
         env={**os.environ, "SCRIPT": textwrap.dedent(script)},
@@ -275,6 +275,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         from milesbatch.store.durable import *
         from milesbatch.store.events import EventLog, read_events
         from milesbatch.store.layout import RunLayout
+        from milesbatch.store.patience import Patience
         root = Path(sys.argv[1])
         publish_file(root / "small", b"s" * 4096)
         layout = RunLayout(root)
@@ -306,7 +307,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         def full():
             publish_file(root / "more", b"x" * 8192)
         actions = iter([full, again])
-        print(wait_for_space(lambda: next(actions)(), 10.0, waits.append).bytes, len(waits))
+        print(Patience(10.0, waits.append).until_space(lambda: next(actions)()).bytes, len(waits))
         log = EventLog(layout, "trainer-0", 1)
         log.write("after")
         log.close()
@@ -350,16 +351,16 @@ def test_waiting_for_space_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StorageFullError("no space for /x")
 
     with pytest.raises(StorageFullError):
-        wait_for_space(full, 100.0, told.append)
-    assert now[0] <= 100.0
-    assert 3 < len(told) < 12
+        Patience(100.0, told.append).until_space(full)
+    assert now[0] == 100.0
+    assert 3 < len(told) < 30
     assert told[0].startswith("no space for /x")
 
     def other() -> FileRef:
         raise StorageReadOnlyError("/x")
 
     with pytest.raises(StorageReadOnlyError):
-        wait_for_space(other, 100.0, told.append)
+        Patience(100.0, told.append).until_space(other)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

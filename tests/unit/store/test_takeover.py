@@ -75,9 +75,7 @@ def test_second_after_death(layout: RunLayout) -> None:
     assert taken.number == 2
     assert taken.record.cause == "lost"
     assert taken.quarantined == ()
-    assert taken.record.seal == Seal(
-        last_batch=2, last_version=2, checkpoints=(2,), trajectories=(waiting[0].path,)
-    )
+    assert taken.record.seal == Seal(last_batch=2, last_version=2, checkpoints=(2,), trajectories=(waiting[0].path,))
     assert [str(name) for name in taken.found.ready_files] == [waiting[0].path]
     assert plan(taken.found) == ResumePlan(2, True, 2)
 
@@ -112,10 +110,13 @@ def test_a_reused_pid_is_not_mistaken(layout: RunLayout) -> None:
 
 def _claim(root: Path, start: float, results: multiprocessing.SimpleQueue[tuple[str, str]]) -> None:
     time.sleep(max(0.0, start - time.time()))
+    outcome = ("failed", "")
     try:
-        results.put(("won", str(take_over(RunLayout(root), Claimant(), {}).number)))
+        outcome = ("won", str(take_over(RunLayout(root), Claimant(), {}).number))
     except RunHeldError as error:
-        results.put(("held", error.what))
+        outcome = ("held", error.what)
+    finally:
+        results.put(outcome)
     time.sleep(1.0)  # the winner is alive while the others look
 
 
@@ -136,6 +137,27 @@ def test_of_several_at_once_exactly_one_wins(layout: RunLayout) -> None:
     assert ("won", "2") in outcome
     assert all(f"process {winner} on" in said for kind, said in outcome if kind == "held")
     assert len(read_incarnations(layout)) == 2
+
+
+def test_the_winners_sweep_takes_the_losers_temporary_file(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        target.write_bytes(make_incarnation(1, pid=77).to_bytes())
+        source.unlink()
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(RunHeldError, match="process 77 on elsewhere"):
+        go_on(layout)
+
+
+def test_a_take_over_that_cannot_be_written(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StorageError, match="no space or quota"):
+        go_on(layout)
+    assert read_incarnations(layout) == []
 
 
 def test_a_damaged_incarnation_record_stops_everything(layout: RunLayout) -> None:
