@@ -70,7 +70,7 @@ class Findings:
         return any(self.has(kind, path) for kind in _TROUBLE)
 
     def relative(self, path: Path) -> str:
-        return str(path.relative_to(self.root))
+        return str(path.relative_to(self.root) if path.is_relative_to(self.root) else path)
 
     def count(self, num_bytes: int) -> None:
         """One more committed file was read."""
@@ -137,11 +137,11 @@ def listed(directory: Path) -> list[Path]:
     """Entries of ``directory`` in order of their names.
 
     Raises:
-        StorageError: it cannot be listed. A directory that does not exist is empty.
+        StorageError: it cannot be listed. What is not there, or is no directory, is empty.
     """
     try:
         return sorted(directory.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise storage_error(directory, error) from error

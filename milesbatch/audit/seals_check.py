@@ -7,6 +7,7 @@ behind it are ``docs/format.md`` and ``docs/protocol.md``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -41,6 +42,14 @@ class Lives:
         last = self.newest if until is None else until
         text = str(name)
         return all(text in files for n, files in self._files.items() if name.incarnation < n <= last)
+
+    def sealed_files(self) -> list[TrajectoryName]:
+        """Unconsumed trajectory files that the newest incarnation accepted."""
+        names = []
+        for text in self.seal(self.newest).trajectories:
+            with contextlib.suppress(ValueError):  # reported with the seal
+                names.append(TrajectoryName.parse(text))
+        return names
 
     def check_writer(self, incarnation: int, path: Path, findings: Findings) -> None:
         """Did the incarnation that says it wrote ``path`` exist?"""

@@ -261,10 +261,9 @@ def _check_absent(check: _Check, present: set[str]) -> None:
             steps = ranges(sorted({use.step for use in uses}))
             check.findings.violate("missing", path, f"{path} is missing; the batch record of step {steps} names it")
             check.found.missing.update(use.group.group_id for use in uses)
-    for file_name in check.lives.seal(check.lives.newest).trajectories:
-        path = check.layout.trajectory(file_name)
-        if file_name not in present and not path.exists() and file_name not in check.history.uses:
-            incarnation = check.lives.newest
-            check.findings.violate("missing", path, f"{path} is missing, but incarnation {incarnation} sealed it")
-            name = TrajectoryName.parse(file_name)
+    for name in check.lives.sealed_files():
+        path = check.layout.trajectory(name)
+        if path.name not in present and path.name not in check.history.uses and not path.exists():
+            detail = f"{path} is missing, but incarnation {check.lives.newest} sealed it"
+            check.findings.violate("missing", path, detail)
             check.found.missing.update(range(name.first_group, name.last_group + 1))
