@@ -79,3 +79,11 @@ class PolicyRef:
         if match is None:
             raise ValueError(f"not a policy reference (run@version:digest): {text!r}")
         return cls(match["run"], int(match["version"]), match["digest"])
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """From generated token ``start`` on (0-based, of the response), tokens were drawn under policy ``version``."""
+
+    start: int
+    version: int

@@ -68,8 +68,8 @@ def repair(layout: RunLayout, findings: Findings) -> Repair:
     fence = Fence(layout, len(incarnations))
     moved = []
     for path, reason in sorted(findings.movable.items()):
+        fence.check()
         if path.exists():  # a file may have gone with its directory
-            fence.check()
             move_to_quarantine(path, layout.quarantine, reason)
             moved.append((findings.relative(path), reason))
     return Repair(tuple(moved), tuple(describe_next_start(layout, incarnations, findings)))

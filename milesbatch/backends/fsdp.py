@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from milesbatch.algorithm.losses import MAXIMUM_NAMES, SUM_NAMES, grpo_loss, log_softmax, pick
+from milesbatch.algorithm.packing import Microbatch, PackedTensors, plan_microbatches, to_tensors
+from milesbatch.algorithm.samples import TrainSample
+from milesbatch.algorithm.schedule import learning_rate
 from milesbatch.backends.distributed_checkpoint import random_state, restore_random_state
 from milesbatch.backends.protocol import StepMetrics
 from milesbatch.errors import CorruptArtefactError, ModelError, RunFailedError
 from milesbatch.recipe.models import Recipe
-from milesbatch.trainer.losses import MAXIMUM_NAMES, SUM_NAMES, grpo_loss, log_softmax, pick
-from milesbatch.trainer.packing import Microbatch, PackedTensors, plan_microbatches, to_tensors
-from milesbatch.trainer.samples import TrainSample
-from milesbatch.trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

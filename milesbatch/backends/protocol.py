@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from milesbatch.trainer.samples import TrainSample
+from milesbatch.algorithm.samples import TrainSample
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from milesbatch.controller import wire
 from milesbatch.controller.hub import Hub
+from milesbatch.wire import messages as wire
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from milesbatch.controller import wire
 from milesbatch.decisions.batching import BatchRule, choose_batch, missing_groups
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.leases import CommitAnswer, LeaseTable
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import GroupRef
+from milesbatch.wire import messages as wire
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Throughput:
 
 
 class Hub:
-    """Answers the roles' questions. Methods named after the messages of :mod:`milesbatch.controller.wire`."""
+    """Answers the roles' questions. Methods named after the messages of :mod:`milesbatch.wire.messages`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -116,21 +116,27 @@ class Hub:
     async def lease(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
         deadline_s = time.monotonic() + request.wait_s
         while True:
-            answer = self._lease_now(request.name)
+            answer = self._lease_now(request)
             if answer.stop or answer.groups or not await self._wait_for_change(deadline_s):
                 return answer
 
-    def _lease_now(self, name: str) -> wire.LeaseAnswer:
+    def _lease_now(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
         if self.is_stopping or self.is_finished:
             return wire.LeaseAnswer(stop=True)
         now_s = time.monotonic()
         self._leases.expire(now_s)
-        lease = self._leases.take(name, now_s, self._recipe.rollout.lease_s, self._may_start, self._end_block())
-        if lease is None:
-            return wire.LeaseAnswer()
-        groups = tuple(self._leases.groups(lease.block))
+        lost = [block for block in self._leases.held_by(request.name) if block not in request.holding]
+        if lost:
+            block = lost[0]  # its reply was lost on the way
+        else:
+            duration_s = self._recipe.rollout.lease_s
+            lease = self._leases.take(request.name, now_s, duration_s, self._may_start, self._end_block())
+            if lease is None:
+                return wire.LeaseAnswer()
+            block = lease.block
+        groups = tuple(self._leases.groups(block))
         version = self.rule.version_for(groups[0]) if self.rule.bitwise else self.published
-        return wire.LeaseAnswer(block=lease.block, groups=groups, version=version)
+        return wire.LeaseAnswer(block=block, groups=groups, version=version)
 
     def _may_start(self, block: int) -> bool:
         fresh = sum(not self.rule.is_stale(group, self.last_step + 1) for group in self.ready.values())

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.cluster.port import Launcher
-from milesbatch.controller import wire
 from milesbatch.controller.display import Display
 from milesbatch.controller.hub import Hub
 from milesbatch.controller.server import ControllerServer
@@ -32,6 +31,7 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import LivenessHint
 from milesbatch.store.takeover import Incarnation
 from milesbatch.trajectories.groups import group_refs
+from milesbatch.wire import messages as wire
 
 _LOOK_S = 0.1
 _STOP_S = 120.0

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from milesbatch.controller import wire
 from milesbatch.controller.hub import Hub
+from milesbatch.wire import messages as wire
 
 M = TypeVar("M", bound=wire.Message)
 Handler = Callable[[Request], Awaitable[Response]]

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from milesbatch.engines.kv_cache import SlotCache
-from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest, VersionSpan
+from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest
 from milesbatch.engines.row_state import RowState
 from milesbatch.engines.sampling import draw_tokens
 from milesbatch.errors import ModelError, RunFailedError
+from milesbatch.ids import VersionSpan
 
 Detokenizer = Callable[[Sequence[int]], str]
 

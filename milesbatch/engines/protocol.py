@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from milesbatch.ids import VersionSpan
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,14 +40,6 @@ class GenerationRequest:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """From generated token ``start`` on (0-based, of the response), tokens were drawn under policy ``version``."""
-
-    start: int
-    version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from datetime import datetime
 from typing import Any
 
 from milesbatch.decisions.seeds import derive_seed
-from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams, VersionSpan
+from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
 from milesbatch.environments.judge import Judge, Judgement
 from milesbatch.environments.prompts import Prompt, PromptStream, encode_prompt
+from milesbatch.ids import VersionSpan
 from milesbatch.recipe.models import Recipe
 from milesbatch.trajectories.trajectory import Message, Trajectory
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.controller import wire
-from milesbatch.controller.client import Controller, Pulse
 from milesbatch.engines.protocol import Completion, RolloutEngine
 from milesbatch.errors import DataError
 from milesbatch.rollout.episodes import Episode, EpisodeRunner
@@ -35,6 +33,8 @@ from milesbatch.trajectories.schema import FileMetadata
 from milesbatch.trajectories.trajectory import Trajectory
 from milesbatch.trajectories.writer import write_trajectories
 from milesbatch.weights.follower import Follower
+from milesbatch.wire import messages as wire
+from milesbatch.wire.client import Controller, Pulse
 
 _POLL_S = 0.05
 
@@ -105,7 +105,7 @@ class WorkerLoop:
         while not self._open or (not self._is_bitwise and self._has_room()):
             idle = not self._open
             self._pulse.state = "waiting" if idle else "generating"
-            answer = self._controller.lease(wait=idle)
+            answer = self._controller.lease([lease.block for lease in self._open])
             if answer.stop:
                 return False
             if answer.groups:

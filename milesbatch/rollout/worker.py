@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.controller.client import Controller, Pulse
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
+from milesbatch.wire.client import Controller, Pulse
 
 
 def main(context: RoleContext) -> None:

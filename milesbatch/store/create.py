@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from milesbatch.errors import InputError
+from milesbatch.errors import InputError, RunHeldError
 from milesbatch.recipe.load import dump_recipe, recipe_digest
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import RunRecord
@@ -57,9 +57,15 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
     """Commit ``run.json`` over everything that is in place now.
 
     Raises:
+        RunHeldError: another start is making a run of another recipe in the same directory.
         AlreadyExistsError: another process has made a run here at the same time.
         StorageError: nothing was committed.
     """
+    if layout.recipe.read_bytes() != dump_recipe(recipe).encode():
+        raise RunHeldError(
+            f"another process is making a run of another recipe in {layout.root}",
+            mend="end one of the two, or give another directory with --run-dir",
+        )
     payload = [layout.recipe, *sorted(path for path in layout.model.rglob("*") if path.is_file())]
     record = RunRecord(
         run_id=f"{recipe.name}-{secrets.token_hex(4)}",

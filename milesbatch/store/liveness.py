@@ -57,7 +57,7 @@ def read_hint(layout: RunLayout, incarnation: int) -> dict[str, Any] | None:
     return hint if isinstance(hint, dict) else None
 
 
-def is_alive(layout: RunLayout, record: IncarnationRecord, watch_s: float = 10.0) -> bool:
+def is_alive(layout: RunLayout, record: IncarnationRecord, watch_s: float = 16.0) -> bool:
     """Does the controller of ``record`` still run? Watches for up to ``watch_s`` seconds when it is on another host."""
     if record.host == socket.gethostname():
         return process_started(record.pid) == record.process_started

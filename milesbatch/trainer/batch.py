@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from milesbatch.algorithm.advantages import group_advantages, has_zero_variance
+from milesbatch.algorithm.samples import TrainSample
 from milesbatch.recipe.models import Algorithm
 from milesbatch.records import BatchRecord, GroupRef, Rejection
 from milesbatch.store.layout import RunLayout
-from milesbatch.trainer.advantages import group_advantages, has_zero_variance
-from milesbatch.trainer.samples import TrainSample
 from milesbatch.trajectories.reader import read_trajectories
 from milesbatch.trajectories.trajectory import Trajectory
 

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from milesbatch.backends.distributed_checkpoint import load
 from milesbatch.backends.protocol import TrainerBackend
 from milesbatch.cluster.context import RoleContext
-from milesbatch.controller import wire
-from milesbatch.controller.client import Controller, Pulse
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.resume import ResumePlan, plan_resume
 from milesbatch.errors import StorageFullError
@@ -38,6 +36,8 @@ from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
+from milesbatch.wire import messages as wire
+from milesbatch.wire.client import Controller, Pulse
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class TrainerLoop:
         self._last_checkpoint(checkpointer, step)
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
+        dist.barrier()  # a rank that left earlier would look as if it had died
 
     # -- resume -----------------------------------------------------------------------------------------------------
 
@@ -230,17 +231,19 @@ class TrainerLoop:
         return True
 
     def _finish_checkpoint(self, checkpointer: Checkpointer) -> bool:
-        """Commit what is being written; False when the disk was too full for it (then the one before stays)."""
+        """Commit what is being written; False, on all ranks, when the disk was too full for it (the one before stays)."""
+        committed, is_full = None, False
         try:
             committed = checkpointer.finish()
         except StorageFullError as error:
+            is_full = True
             self._tell_full(error.what)
-            return False
+        committed, is_full = _agree((committed, is_full))
         if committed is not None:
             self._checkpointed = committed
             if self._is_first:
                 self._tell_checkpointed(committed)
-        return True
+        return not is_full
 
     def _facts(self, step: int) -> CheckpointFacts:
         since = max(self._checkpointed, 0)

@@ -12,7 +12,7 @@ import time
 import torch
 
 from milesbatch.backends.protocol import TrainerBackend
-from milesbatch.errors import CorruptArtefactError, DivergenceError
+from milesbatch.errors import CorruptArtefactError, DivergenceError, StorageError
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import WeightsManifest
 from milesbatch.store.fence import Fence
@@ -57,8 +57,8 @@ class Publishing:
         if self._publisher is not None:
             try:
                 self._publisher.seed(version)
-            except CorruptArtefactError:
-                return  # no base for a delta: the next version is published as a keyframe
+            except (CorruptArtefactError, StorageError):
+                return  # damaged or not there: no base for a delta: the next version is published as a keyframe
 
     def publish(self, version: int) -> dict[str, float]:
         """Make the backend's weights policy ``version`` (all ranks); figures on rank 0.

@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.controller.client import Controller, Pulse
 from milesbatch.errors import RunMismatchError
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
+from milesbatch.wire.client import Controller, Pulse
 
 _NEVER = timedelta(days=7)
 """Collectives never time out by themselves: rank 0 may wait long for rollouts. Hangs are found by heartbeats."""

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from milesbatch import FORMAT_VERSION
-from milesbatch.engines.protocol import VersionSpan
+from milesbatch.ids import VersionSpan
 from milesbatch.trajectories.trajectory import Message, Trajectory, env_text
 
 DENSE_EXPERT_BYTES = 1

@@ -17,8 +17,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from milesbatch.engines.protocol import VersionSpan
-from milesbatch.ids import check_digest, check_worker_name
+from milesbatch.ids import VersionSpan, check_digest, check_worker_name
 
 _INT32 = 2**31
 _INT64 = 2**63

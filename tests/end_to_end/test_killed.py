@@ -75,9 +75,7 @@ def test_a_killed_worker_and_a_killed_rank_are_replaced(unbroken: Path, cache: P
 
 
 @pytest.mark.parametrize("role", ["rollout-1", "trainer-1"])
-def test_a_process_that_hangs_is_found_by_its_heartbeat(
-    unbroken: Path, cache: Path, tmp_path: Path, role: str
-) -> None:
+def test_a_process_that_hangs_is_found_by_its_heartbeat(unbroken: Path, cache: Path, tmp_path: Path, role: str) -> None:
     run = tmp_path / "run"
     command = Command("run", QUICK, "--run-dir", run, "--set", "slurm.heartbeat_s=1", cache=cache)
     wait_until((run / "batches" / "000002.json").exists, "step 2 is recorded")

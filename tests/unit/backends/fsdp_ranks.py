@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from milesbatch.algorithm.samples import TrainSample
 from milesbatch.backends.distributed_checkpoint import AsyncSaver, load
 from milesbatch.backends.fsdp import FsdpBackend
 from milesbatch.errors import MilesbatchError
 from milesbatch.recipe.models import Recipe
-from milesbatch.trainer.samples import TrainSample
 
 VOCABULARY = 32
 STEPS = 4

@@ -13,10 +13,10 @@ import pytest
 import torch
 from fsdp_ranks import CPU, STEPS, step_samples, tiny_model, tiny_recipe
 
+from milesbatch.algorithm.samples import TrainSample
+from milesbatch.algorithm.schedule import learning_rate
 from milesbatch.backends.fsdp import FsdpBackend
 from milesbatch.errors import ModelError
-from milesbatch.trainer.samples import TrainSample
-from milesbatch.trainer.schedule import learning_rate
 
 PROGRAM = Path(__file__).with_name("fsdp_ranks.py")
 

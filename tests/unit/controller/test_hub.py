@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from builders import commit_batch, make_layout, make_recipe, make_ref, past_incarnation, publish, write_groups
 
-from milesbatch.controller import wire
 from milesbatch.controller.hub import Hub
 from milesbatch.decisions.fates import FateTable
 from milesbatch.records import GroupRef
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trajectories.groups import group_refs
+from milesbatch.wire import messages as wire
 
 
 def make_hub(published: int = 0, **changes: Any) -> Hub:
@@ -29,7 +29,8 @@ def relaxed(published: int = 0, **changes: Any) -> Hub:
 
 
 def lease(hub: Hub, name: str = "rollout-0", wait_s: float = 0.0) -> wire.LeaseAnswer:
-    return asyncio.run(hub.lease(wire.LeaseRequest(name=name, wait_s=wait_s)))
+    holding = tuple(hub._leases.held_by(name))
+    return asyncio.run(hub.lease(wire.LeaseRequest(name=name, wait_s=wait_s, holding=holding)))
 
 
 def batch(hub: Hub, step: int, wait_s: float = 0.0) -> wire.BatchAnswer:
@@ -223,7 +224,10 @@ def test_long_polls_wake_at_once() -> None:
     async def scenario() -> None:
         hub = Hub(make_recipe())
         began_s = time.monotonic()
-        leases = [asyncio.create_task(hub.lease(wire.LeaseRequest(name=f"rollout-{i}", wait_s=20.0))) for i in range(3)]
+        leases = [
+            asyncio.create_task(hub.lease(wire.LeaseRequest(name=f"rollout-{i}", wait_s=20.0, holding=())))
+            for i in range(3)
+        ]
         step = asyncio.create_task(hub.batch(wire.BatchRequest(step=1, wait_s=20.0)))
         meeting = asyncio.create_task(hub.rendezvous(wire.Rendezvous(attempt=2, address=None, wait_s=20.0)))
         await asyncio.sleep(0.01)
@@ -358,3 +362,12 @@ def test_messages_are_strict() -> None:
         wire.Recorded.model_validate_json('{"step": 1, "group_ids": [1], "more": 2}')
     for message in (request(1, errors=1), batch(make_hub(), 1), wire.Ok()):
         assert type(message).model_validate_json(message.model_dump_json()) == message
+
+
+def test_a_lease_whose_reply_was_lost_is_given_again() -> None:
+    hub = make_hub()
+    first = asyncio.run(hub.lease(wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=())))
+    again = asyncio.run(hub.lease(wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=())))
+    assert again == first
+    other = asyncio.run(hub.lease(wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=(first.block,))))
+    assert other.block == first.block + 1

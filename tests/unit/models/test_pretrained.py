@@ -65,7 +65,7 @@ def test_the_recipes_max_length_shortens_the_context_and_leaves_the_models_confi
 def test_a_broken_source_record_is_named(saved, tmp_path):
     prepare_model(pretrained(path=str(saved)), tmp_path / "m", tmp_path / "c", silent)
     (tmp_path / "m" / "source.json").write_text("[]")
-    with pytest.raises(ModelError, match="source.json"):
+    with pytest.raises(ModelError, match=r"source\.json"):
         load.context_length(tmp_path / "m")
 
 

@@ -45,7 +45,6 @@ def test_equal_recipes_have_no_changes(recipe: Path) -> None:
         "slurm.hang_s=9",
         "tracking.kind=none",
         "rollout.workers=5",
-        "rollout.threads=2",
         "rollout.lease_s=9",
         "environment.max_failed_share=0.5",
         "environment.failed_window=9",

@@ -42,6 +42,8 @@ class LeaseRequest(Message):
     name: str
     wait_s: float
     """How long the controller may hold the request; 0 asks without waiting."""
+    holding: tuple[int, ...]
+    """Blocks that the worker is at work on. One that it holds without knowing (the reply was lost) is given again."""
 
 
 class LeaseAnswer(Message):

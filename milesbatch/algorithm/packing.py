@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from milesbatch.trainer.samples import TrainSample
+from milesbatch.algorithm.samples import TrainSample
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from milesbatch.recipe.models import Algorithm
-from milesbatch.trainer.losses import (
+from milesbatch.algorithm.losses import (
     MAXIMUM_NAMES,
     SUM_NAMES,
     LossPart,
@@ -18,6 +17,7 @@ from milesbatch.trainer.losses import (
     pick,
     surrogate,
 )
+from milesbatch.recipe.models import Algorithm
 
 N, V = 6, 5
 

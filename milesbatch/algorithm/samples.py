@@ -1,6 +1,6 @@
 """What the trainer learns from: one sample as plain numbers. No torch, no I/O.
 
-It never judges a sample; rewards became an advantage before (:mod:`milesbatch.trainer.advantages`). Invariant: a
+It never judges a sample; rewards became an advantage before (:mod:`milesbatch.algorithm.advantages`). Invariant: a
 ``TrainSample`` that exists can be trained on, so nothing below checks it again.
 """
 

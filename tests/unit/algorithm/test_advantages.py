@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milesbatch.trainer.advantages import group_advantages, has_zero_variance
+from milesbatch.algorithm.advantages import group_advantages, has_zero_variance
 
 
 def test_normalised_by_hand() -> None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milesbatch.trainer.packing import EMPTY, Microbatch, plan_microbatches, to_tensors
-from milesbatch.trainer.samples import TrainSample
+from milesbatch.algorithm.packing import EMPTY, Microbatch, plan_microbatches, to_tensors
+from milesbatch.algorithm.samples import TrainSample
 
 CPU = torch.device("cpu")
 

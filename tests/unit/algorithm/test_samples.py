@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from milesbatch.trainer.samples import TrainSample
+from milesbatch.algorithm.samples import TrainSample
 
 
 def sample(**changes: Any) -> TrainSample:

@@ -11,13 +11,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import httpx
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.controller import wire
 from milesbatch.errors import EXIT_TEMPFAIL, FencedError, StoppedToContinue
+from milesbatch.wire import messages as wire
 
 A = TypeVar("A", bound=wire.Message)
 _WAIT_S = 5.0
@@ -63,8 +64,10 @@ class Controller:
         response.raise_for_status()
         return answer.model_validate_json(response.content)
 
-    def lease(self, wait: bool) -> wire.LeaseAnswer:
-        request = wire.LeaseRequest(name=self._context.name, wait_s=_WAIT_S if wait else 0.0)
+    def lease(self, holding: Sequence[int]) -> wire.LeaseAnswer:
+        """Ask for another block; waits a few seconds for one only when nothing is held."""
+        wait_s = 0.0 if holding else _WAIT_S
+        request = wire.LeaseRequest(name=self._context.name, wait_s=wait_s, holding=tuple(holding))
         return self.ask("lease", request, wire.LeaseAnswer)
 
     def commit(self, request: wire.CommitRequest) -> bool:

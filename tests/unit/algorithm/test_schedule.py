@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from milesbatch.algorithm.schedule import learning_rate
 from milesbatch.recipe.models import Optimizer
-from milesbatch.trainer.schedule import learning_rate
 
 
 def rates(steps: int, **options: Any) -> list[float]:
