@@ -51,9 +51,7 @@ def check_checkpoints(
 
 def _check_files(layout: RunLayout, manifest: CheckpointManifest, directory: Path, findings: Findings) -> None:
     for ref in manifest.files:
-        path = directory / ref.path
-        if path.exists() or layout.checkpoint_manifest(manifest.step).exists():
-            findings.verify(path, ref, move=directory)  # else it was retired while the audit ran
+        findings.verify(directory / ref.path, ref, move=directory, named_by=layout.checkpoint_manifest(manifest.step))
     named = {directory / ref.path for ref in manifest.files} | {layout.checkpoint_manifest(manifest.step)}
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path not in named and not path.name.startswith(TEMPORARY_PREFIX):

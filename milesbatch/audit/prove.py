@@ -79,7 +79,7 @@ def examine(layout: RunLayout) -> tuple[Verdict, Findings]:
 def _groups(history: History, experience: Experience) -> Groups:
     """A group without a fate below the position of the stream is pending too: it will be generated."""
     trained = sum(fate.reason is None for fate in history.fates.values())
-    lost = history.lost | experience.missing
+    lost = history.lost | (experience.missing - experience.pending)
     gaps = {group for group in range(history.stream_position) if group not in history.fates}
     return Groups(
         trained=trained,

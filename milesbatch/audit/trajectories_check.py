@@ -25,7 +25,8 @@ from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.writer import content_tag
 
 _READERS = 2
-"""Files that are read ahead of the one that is judged; each is held in memory."""
+"""Files that are read ahead of the one that is judged, which hides the latency of a shared filesystem; each is held in
+memory."""
 
 
 @dataclass(slots=True)
@@ -78,11 +79,9 @@ class _Check:
         facts = read_facts(path, data, digest, name, None if rules is None else rules.seed)
         return _Looked(len(data), digest, facts)
 
-    def judge(self, path: Path, name: TrajectoryName, looked: _Looked | StorageError | None) -> None:
+    def judge(self, path: Path, name: TrajectoryName, looked: _Looked | StorageError) -> None:
         uses = self.history.uses.get(path.name, [])
         groups = range(name.first_group, name.last_group + 1)
-        if looked is None:
-            return  # moved away by its worker since it was listed; a file that is missed is found to be missing later
         if isinstance(looked, StorageError):
             self.findings.violate("unreadable", path, looked.what)
             return
@@ -220,8 +219,9 @@ def check_trajectories(
     check = _Check(layout, identity, lives, history, versions, findings)
     present: set[str] = set()
     for path, name, looked in _read_ahead(check, _names(layout, findings)):
-        present.add(path.name)
-        check.judge(path, name, looked)
+        if looked is not None:
+            present.add(path.name)
+            check.judge(path, name, looked)
     _check_absent(check, present)
     return check.found
 
@@ -242,7 +242,7 @@ def _names(layout: RunLayout, findings: Findings) -> list[tuple[Path, Trajectory
 def _read_ahead(
     check: _Check, names: list[tuple[Path, TrajectoryName]]
 ) -> Iterator[tuple[Path, TrajectoryName, _Looked | StorageError | None]]:
-    """Digest and parse in threads (both leave the interpreter's lock), judge here, in order."""
+    """Read, digest and parse in threads; judge here, in order."""
     with ThreadPoolExecutor(_READERS) as pool:
         waiting: list[tuple[Path, TrajectoryName, Future[_Looked | StorageError | None]]] = []
         for path, name in names:

@@ -94,13 +94,13 @@ def _counting(
 ) -> Iterator[WeightsManifest]:
     for version, directory in numbered(layout.weights):
         path = layout.weights_manifest(version)
-        versions.newest_seen = version
         manifest = findings.read_record(WeightsManifest, path, move=path)
         if manifest is None:
             if not path.exists() and (contents := listed(directory)):
                 detail = f"{len(contents)} files without a manifest: a publication that was never committed"
                 findings.note("leftover", directory, detail, move=directory)
             continue
+        versions.newest_seen = version
         if manifest.version != version:
             findings.violate("mismatch", path, f"it is the manifest of policy version {manifest.version}", move=path)
             continue

@@ -29,6 +29,8 @@ from milesbatch.ids import VersionSpan
 
 Detokenizer = Callable[[Sequence[int]], str]
 
+_FIRST_LENGTH = 128
+"""Positions that a row has room for at first; more are made when a request needs them."""
 _LENGTH_STEP = 16
 """Attended lengths are multiples of this, so that views and kernels are reused from step to step."""
 _PREFILL_TOKENS = 8192
@@ -69,7 +71,7 @@ class DecodeBatch:
         self._cache = SlotCache(
             layers=config.num_hidden_layers,
             rows=max_rows,
-            length=max_length,
+            length=min(max_length, _FIRST_LENGTH),
             heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=dtype,
@@ -79,7 +81,8 @@ class DecodeBatch:
         named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._model_options = {named: self._cache, "use_cache": True, "logits_to_keep": 1}
         self._additive_mask = config._attn_implementation == "eager"
-        self._state = RowState(max_rows, max_length, device)
+        self._capacity = min(max_length, _FIRST_LENGTH)
+        self._state = RowState(max_rows, self._capacity, device)
         self._row_starts = self._cache.row_starts(max_rows)
         self._columns = torch.arange(max_length, device=device)
         self._rows: list[Row] = []
@@ -103,11 +106,21 @@ class DecodeBatch:
         for row in rows:
             row.started = self._steps
             row.spans = [VersionSpan(0, version)]
+        self._make_room(rows)
         self._rows.extend(rows)
         self._state.fill(first, [row.request for row in rows])
         while first < len(self._rows):
             first = self._prefill_from(first)
         self._note_rows()
+
+    def _make_room(self, rows: Sequence[Row]) -> None:
+        """Storage follows the longest request seen: a long context that nobody uses must not cost its memory."""
+        needed = max((len(r.request.prompt_tokens) + r.request.sampling.max_new_tokens for r in rows), default=0)
+        if needed > self._capacity:
+            self._capacity = min(self._max_length, max(2 * self._capacity, needed))
+            self._cache.grow(self._capacity)
+            self._state.grow(self._capacity)
+            self._row_starts = self._cache.row_starts(self._max_rows)
 
     def mark_version(self, version: int) -> None:
         """Note that all tokens from the next step on are drawn under ``version``."""
@@ -127,7 +140,7 @@ class DecodeBatch:
         count = len(self._rows)
         position = self._state.position[:count]
         places = self._row_starts[:count] + position
-        length = min(self._max_length, -(-self._longest // _LENGTH_STEP) * _LENGTH_STEP)
+        length = min(self._capacity, -(-self._longest // _LENGTH_STEP) * _LENGTH_STEP)
         self._cache.begin_decode(places, length)
         mask = (self._columns[:length] <= position[:, None])[:, None, None]
         logits = self._forward(self._state.last[:count, None], position[:, None], mask)
@@ -215,7 +228,7 @@ class DecodeBatch:
         if holes:
             device = self._columns.device
             sources, targets = torch.tensor(movers, device=device), torch.tensor(holes, device=device)
-            self._cache.move(sources, targets, min(self._longest, self._max_length))
+            self._cache.move(sources, targets, min(self._longest, self._capacity))
             self._state.move(sources, targets)
         del self._rows[remaining:]
         self._note_rows()

@@ -30,13 +30,23 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         # Zeros, not uninitialised memory: a masked position has weight 0, and 0 times NaN would still be NaN.
-        self._store = torch.zeros(layers, 2, rows, length, heads, head_dim, dtype=dtype, device=device)
-        self._length = length
-        self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._store]
-        self._window: tuple[int, int] = (0, 0)
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._use(torch.zeros(layers, 2, rows, length, heads, head_dim, dtype=dtype, device=device))
         self._rows: slice | None = None
         self._target: torch.Tensor | None = None
+
+    def _use(self, store: torch.Tensor) -> None:
+        self._store = store
+        self._length = store.shape[3]
+        self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in store]
+        self._window: tuple[int, int] = (0, 0)
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions in each row; what is stored stays."""
+        layers, parts, rows, old, heads, head_dim = self._store.shape
+        store = self._store.new_zeros(layers, parts, rows, length, heads, head_dim)
+        store[:, :, :, :old] = self._store
+        self._use(store)
 
     def begin_decode(self, places_N: torch.Tensor, length: int) -> None:
         """Make the next forward write one token into each of rows 0 .. N-1 and attend over ``length`` positions.

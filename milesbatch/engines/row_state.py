@@ -39,6 +39,14 @@ class RowState:
         self.logprobs = torch.zeros(rows, length, dtype=torch.float32, device=device)
         self._any_sampled = self._any_greedy = self._any_restricted = self._any_stop = False
 
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions in each row; what is stored stays."""
+        for name in ("uniforms", "tokens", "logprobs"):
+            old: torch.Tensor = getattr(self, name)
+            new = old.new_zeros(old.shape[0], length)
+            new[:, : old.shape[1]] = old
+            setattr(self, name, new)
+
     def fill(self, first: int, requests: Sequence[GenerationRequest]) -> None:
         """Prepare rows ``first`` and on for ``requests``; the last prompt token is what each row is fed next."""
         rows = slice(first, first + len(requests))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
 import torch
 from engine_models import MAX_LENGTH, make_model, request
 
+from milesbatch.engines import decode_batch
 from milesbatch.engines.decode_batch import DecodeBatch, Row
 from milesbatch.engines.protocol import GenerationRequest, VersionSpan
 
@@ -89,3 +91,20 @@ def test_the_last_position_of_the_context_is_usable() -> None:
     lengths = [len(found.tokens) for _ in range(MAX_LENGTH - 1) for _, found in batch.step()]
     assert lengths == [3, MAX_LENGTH - 1]
     assert torch.is_grad_enabled()
+
+
+def test_room_grows_with_the_longest_request_and_running_rows_do_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(first_length: int) -> list[tuple[int, ...]]:
+        monkeypatch.setattr(decode_batch, "_FIRST_LENGTH", first_length)
+        batch = make_batch()
+        batch.admit(rows_of(request(5, seed=1, max_new_tokens=6)), version=0)
+        batch.step()
+        batch.admit(rows_of(request(9, salt=4, seed=2, max_new_tokens=MAX_LENGTH - 9)), version=0)
+        ended = {}
+        while len(batch):
+            ended.update({row.request.seed: found.tokens for row, found in batch.step()})
+        return [ended[1], ended[2]]
+
+    grown = tokens(16)
+    assert grown == tokens(MAX_LENGTH)
+    assert len(grown[1]) == MAX_LENGTH - 9
