@@ -1,4 +1,4 @@
-"""The only caller of fsync, rename and link: how bytes become an artefact.
+"""How bytes become an artefact: the only user of the operations (``store/operations.py``) that change files.
 
 Two ways to commit, both *durable before visible*:
 
@@ -30,6 +30,7 @@ import xxhash
 
 from milesbatch.errors import CorruptArtefactError, StorageError, StorageFullError, StorageReadOnlyError
 from milesbatch.records import FileRef, digest_bytes
+from milesbatch.store.operations import current
 
 TEMPORARY_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 20
@@ -56,15 +57,6 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
     return StorageError(f"cannot use {path}: {cause}", mend="check the filesystem, then give the same command again")
 
 
-def sync_directory(directory: Path) -> None:
-    """Make names in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def make_directory(directory: Path) -> None:
     """Create ``directory`` and its parents, durably.
 
@@ -73,9 +65,12 @@ def make_directory(directory: Path) -> None:
     """
     try:
         missing = [p for p in (directory, *directory.parents) if not p.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
         for path in reversed(missing):
-            sync_directory(path.parent)
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                current().make_directory(path)
+            current().sync_directory(path.parent)
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     except OSError as error:
         raise storage_error(directory, error) from error
 
@@ -106,11 +101,10 @@ def publishing(
     temporary = directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
         try:
-            with open(temporary, "xb") as stream:
+            with current().create(temporary) as stream:
                 published = PublishedFile(stream)
                 yield published
-                stream.flush()
-                os.fsync(stream.fileno())
+                current().sync_file(temporary, stream)
             written = file_ref(temporary)
             final_name = name if isinstance(name, str) else name(written.digest)
             published.ref = written.model_copy(update={"path": final_name})
@@ -119,15 +113,15 @@ def publishing(
             _link(temporary, directory / final_name, published.ref)
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        sync_directory(directory)
+                current().unlink(temporary)
+        current().sync_directory(directory)
     except OSError as error:
         raise storage_error(directory / name if isinstance(name, str) else directory, error) from error
 
 
 def _link(temporary: Path, final: Path, ref: FileRef) -> None:
     try:
-        os.link(temporary, final)
+        current().link(temporary, final)
     except FileExistsError:
         # NFS may have lost the reply to a link that succeeded: same content means that this writer won.
         if final.stat().st_size != ref.bytes or digest_file(final) != ref.digest:
@@ -159,11 +153,12 @@ def replace_hint(path: Path, data: bytes) -> None:
     """Overwrite a *hint* (liveness, addresses): not an artefact, not durable, never read to decide what is true."""
     temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        with current().create(temporary) as stream:
+            stream.write(data)
+        current().replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            current().unlink(temporary)
         raise storage_error(path, error) from error
 
 
@@ -173,9 +168,9 @@ def sync_tree(directory: Path) -> None:
         for path in sorted(directory.rglob("*")):
             if path.is_file():
                 with open(path, "rb") as stream:
-                    os.fsync(stream.fileno())
+                    current().sync_file(path, stream)
         for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory, directory.parent]:
-            sync_directory(path)
+            current().sync_directory(path)
     except OSError as error:
         raise storage_error(directory, error) from error
 
@@ -188,10 +183,11 @@ def move_to_quarantine(path: Path, quarantine: Path, reason: str) -> Path:
     make_directory(quarantine)
     target = quarantine / f"{path.parent.name}.{path.name}.{secrets.token_hex(4)}"
     try:
-        os.rename(path, target)
-        sync_directory(path.parent)
-        sync_directory(quarantine)
-        target.with_name(target.name + ".reason.txt").write_text(reason + "\n")
+        current().rename(path, target)
+        current().sync_directory(path.parent)
+        current().sync_directory(quarantine)
+        with current().create(target.with_name(target.name + ".reason.txt")) as stream:
+            stream.write(reason.encode() + b"\n")
     except OSError as error:
         raise storage_error(path, error) from error
     return target
@@ -202,14 +198,16 @@ def remove_tree(directory: Path) -> None:
 
     Crash state: a directory without a manifest, which nobody takes for an artefact.
     """
-    import shutil
-
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(directory / "manifest.json")
-            sync_directory(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        sync_directory(directory.parent)
+            current().unlink(directory / "manifest.json")
+            current().sync_directory(directory)
+        for path in sorted(directory.rglob("*"), reverse=True):
+            with contextlib.suppress(OSError):  # what stays is payload without a manifest: it costs space only
+                (current().remove_directory if path.is_dir() and not path.is_symlink() else current().unlink)(path)
+        with contextlib.suppress(OSError):
+            current().remove_directory(directory)
+        current().sync_directory(directory.parent)
     except OSError as error:
         raise storage_error(directory, error) from error
 
@@ -218,7 +216,7 @@ def remove_file(path: Path) -> None:
     """Delete a file that nothing needs; one that is gone already is fine."""
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            current().unlink(path)
     except OSError as error:
         raise storage_error(path, error) from error
 

@@ -38,10 +38,10 @@ LAZY_CYCLES = {
 WITHOUT_TORCH = ("recipe", "decisions", "store", "ids", "records", "errors", "trajectories", "report", "cli", "audit")
 
 DOORS = {
-    "os.fsync": {"store.durable"},
-    "os.rename": {"store.durable"},
-    "os.replace": {"store.durable"},
-    "os.link": {"store.durable"},
+    "os.fsync": {"store.operations"},
+    "os.rename": {"store.operations"},
+    "os.replace": {"store.operations"},
+    "os.link": {"store.operations"},
     "os.environ": {"cluster.context"},
     "os.getenv": {"cluster.context"},
     "os.putenv": {"cluster.context"},
@@ -148,7 +148,7 @@ def test_no_other_way_to_rename() -> None:
     found = []
     for name, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name != "store.durable":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name != "store.operations":
                 method, count = node.func.attr, len(node.args)
                 if (method in ("rename", "hardlink_to") and count == 1) or dotted(node.func) == "shutil.move":
                     found.append(f"{name}:{node.lineno}")

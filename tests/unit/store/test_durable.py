@@ -25,7 +25,7 @@ from milesbatch.errors import (
     StorageReadOnlyError,
 )
 from milesbatch.records import FileRef, digest_bytes
-from milesbatch.store import durable
+from milesbatch.store import operations
 from milesbatch.store.durable import (
     AlreadyExistsError,
     create_exclusively,
@@ -166,7 +166,7 @@ def test_a_name_from_the_content(tmp_path: Path) -> None:
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from milesbatch.store import durable
+    from milesbatch.store import durable, operations
 
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -175,7 +175,7 @@ KILLED = """
     if stage in ("fsync", "link", "unlink"):
         setattr(os, stage, die)
     if stage == "sync_directory":
-        durable.sync_directory = die
+        operations.Operations.sync_directory = die
     with durable.publishing(directory, "a", die if stage == "before_commit" else None) as file:
         file.stream.write(b"x" * 100_000)
         if stage == "write":
@@ -234,7 +234,7 @@ def test_every_call_names_path_and_cause(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(durable if call == "open" else os, call, fail, raising=False)
+    monkeypatch.setattr(operations if call == "open" else os, call, fail, raising=False)
     with pytest.raises(StorageError) as caught:
         create_exclusively(tmp_path / "a.json", b"x" * 12345)
     assert type(caught.value) is kind
@@ -438,16 +438,21 @@ def test_trees(tmp_path: Path) -> None:
         sync_tree(tmp_path / "a")
 
 
-def test_the_manifest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
+def test_the_manifest_goes_first(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "manifest.json").write_bytes(b"")
     (tmp_path / "a" / "shard").write_bytes(b"")
-    left = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: left.extend(p.name for p in path.iterdir()))
-    remove_tree(tmp_path / "a")
-    assert left == ["shard"]
+    gone: list[str] = []
+
+    class Noting(operations.Operations):
+        def unlink(self, path: Path) -> None:
+            gone.append(path.name)
+            super().unlink(path)
+
+    with operations.installed(Noting()):
+        remove_tree(tmp_path / "a")
+    assert gone == ["manifest.json", "shard"]
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_file_in_the_way_of_a_directory(tmp_path: Path) -> None:
