@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from milesbatch.cluster.context import RoleContext
+from milesbatch.cluster.context import RoleContext, fault_plan_path
 from milesbatch.cluster.local import die_with_parent
 from milesbatch.errors import EXIT_NO_RESTART, MilesbatchError
+from milesbatch.faults.injector import arm_from
+from milesbatch.store.layout import RunLayout
 
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
@@ -24,6 +26,7 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     try:
         context = RoleContext.from_environment()
         die_with_parent(context.parent_pid)
+        arm_from(fault_plan_path(), context.name, RunLayout(context.run_directory))
         main(context)
     except MilesbatchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -58,14 +58,19 @@ def run(
 
 
 def _control(layout: RunLayout, recipe: Recipe, recipe_changes: dict[str, Any]) -> Any:
+    from milesbatch.cluster.context import fault_plan_path
     from milesbatch.cluster.local import LocalLauncher
     from milesbatch.controller.display import open_display
     from milesbatch.controller.loop import ControllerLoop
+    from milesbatch.faults.injector import arm_from
+    from milesbatch.faults.points import point
     from milesbatch.report.status import cause_of_restart
     from milesbatch.store.takeover import Claimant, take_over
 
     incarnation = take_over(layout, Claimant(cause=cause_of_restart(layout)), recipe_changes)
     _say(f"incarnation {incarnation.number} of {layout.root}: {_found(incarnation.found)}")
+    arm_from(fault_plan_path(), "controller-0", layout)
+    point("controller.taken_over")
     display = open_display(recipe.name, recipe.steps)
     try:
 

@@ -76,6 +76,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("MILESBATCH_CACHE", "~/.cache/milesbatch")).expanduser()
 
 
+def fault_plan_path() -> Path | None:
+    """``$MILESBATCH_FAULTS``: a fault plan (for drills and tests only), or None."""
+    text = os.environ.get("MILESBATCH_FAULTS")
+    return Path(text) if text else None
+
+
 def mlflow_uri(default: str) -> str:
     """``$MLFLOW_TRACKING_URI``, or ``default``."""
     return os.environ.get("MLFLOW_TRACKING_URI") or default

@@ -25,6 +25,7 @@ from milesbatch.controller.hub import Hub
 from milesbatch.controller.server import ControllerServer
 from milesbatch.controller.supervise import Supervisor
 from milesbatch.errors import MilesbatchError, RunFailedError, StorageFullError
+from milesbatch.faults.points import point
 from milesbatch.recipe.models import Recipe
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
@@ -123,6 +124,7 @@ class ControllerLoop:
             if now_s >= next_beat_s:
                 self._beat(hint)
                 next_beat_s = now_s + self._recipe.slurm.heartbeat_s
+            point("controller.look")
             for text in self._supervisor.look():
                 self._display.note(text)
             self._check_failures()

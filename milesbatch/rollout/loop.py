@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from milesbatch.cluster.context import RoleContext
 from milesbatch.engines.protocol import Completion, RolloutEngine
 from milesbatch.errors import DataError
+from milesbatch.faults.points import point
 from milesbatch.rollout.episodes import Episode, EpisodeRunner
 from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.events import EventLog
@@ -120,6 +121,7 @@ class WorkerLoop:
 
     def _start(self, answer: wire.LeaseAnswer) -> None:
         self._pulse.state = "generating"
+        point("rollout.leased")
         version = answer.version if self._is_bitwise else max(answer.version, self._engine.policy_version)
         self._activate(version)
         episodes = self._runner.episodes(answer.groups)
@@ -148,6 +150,7 @@ class WorkerLoop:
         paused_s = self._engine.activate(weights)
         self._digests[version] = weights.weights_digest
         self._pulse.policy_version = version
+        point("rollout.activated")
         self._pulse.moved()
         self._events.write(
             "weights_activated", version=version, prepared_s=round(prepared_s, 4), paused_s=round(paused_s, 4)
@@ -167,6 +170,7 @@ class WorkerLoop:
     def _commit(self, lease: OpenLease) -> None:
         completions = [future.result() for future in lease.futures]
         generated_s = time.monotonic() - lease.started_s
+        point("rollout.generated")
         trajectories = self._runner.record(lease.episodes, completions, self._digests, lease.started, datetime.now(UTC))
         self._write(lease, trajectories, generated_s)
 
@@ -182,6 +186,7 @@ class WorkerLoop:
                 samples_per_group=self._recipe.rollout.samples_per_group,
             )
         )
+        point("rollout.written")
         request = wire.CommitRequest(
             name=self._context.name,
             block=lease.block,
@@ -192,6 +197,7 @@ class WorkerLoop:
             episodes=len(trajectories),
         )
         accepted = self._controller.commit(request)
+        point("rollout.committed")
         self._events.write(
             "trajectories_committed",
             path=str(name),

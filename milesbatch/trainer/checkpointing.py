@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from milesbatch.errors import CorruptArtefactError
+from milesbatch.faults.points import point
 from milesbatch.records import CheckpointManifest, GroupRef
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
@@ -98,6 +99,7 @@ class Checkpointer:
         if facts is None:
             return None
         self._saver.wait()
+        point("trainer.checkpoint_written")
         if self._rank == 0:
             self._patience.until_space(lambda: self._commit(facts))
         return facts.step

@@ -25,6 +25,7 @@ from milesbatch.cluster.context import RoleContext
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.resume import ResumePlan, plan_resume
 from milesbatch.errors import StorageFullError
+from milesbatch.faults.points import point
 from milesbatch.records import BatchRecord, GroupRef
 from milesbatch.store.clock import utc_now
 from milesbatch.store.events import EventLog
@@ -130,6 +131,7 @@ class TrainerLoop:
         else:
             self._publishing.publish(0)
         self._tell_published()
+        point("trainer.loaded")
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +174,7 @@ class TrainerLoop:
         return record
 
     def _train(self, record: BatchRecord, *, is_replay: bool, began_s: float) -> None:
+        point("trainer.recorded")
         waited_s = time.monotonic() - began_s
         self._pulse.state = "replaying" if is_replay else "training"
         self._fates.add(record)
@@ -181,8 +184,10 @@ class TrainerLoop:
         metrics = self._backend.train_step(record.step, data.samples)
         trained_s = time.monotonic()
         self._pulse.moved()
+        point("trainer.trained")
         published = self._publishing.publish(record.step)
         self._pulse.policy_version = record.step
+        point("trainer.published")
         if self._is_first:
             self._tell_published()
             figures = {
@@ -227,6 +232,7 @@ class TrainerLoop:
             self._patience.until_space(lambda: checkpointer.prepare(step))
         dist.barrier()
         checkpointer.start(self._backend.state_dict(), self._facts(step))
+        point("trainer.checkpoint_started")
         self._events.write("checkpoint_started", step=step, stall_s=round(time.monotonic() - began_s, 4))
         return True
 
@@ -283,6 +289,7 @@ class TrainerLoop:
         self._events.write("waiting_for_space", error=text)
 
     def _tell_checkpointed(self, step: int) -> None:
+        point("trainer.checkpoint_committed")
         self._events.write("checkpoint_committed", step=step)
         self._controller.tell("checkpointed", wire.Checkpointed(step=step))
 

@@ -18,11 +18,13 @@ import httpx
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.errors import EXIT_TEMPFAIL, FencedError, StoppedToContinue
+from milesbatch.faults.points import point
 from milesbatch.wire import messages as wire
 
 A = TypeVar("A", bound=wire.Message)
 _WAIT_S = 5.0
 _MISSED_HEARTBEATS = 5
+_RETRY_S = 0.5
 
 
 class Controller:
@@ -38,23 +40,26 @@ class Controller:
         )
 
     def ask(self, path: str, message: wire.Message, answer: type[A]) -> A:
-        """Send one message; a lost connection is tried again once (every message may be repeated).
+        """Send one message; a lost connection is tried again for a few heartbeats (every message may be repeated).
 
         Raises:
             FencedError: this process belongs to an older incarnation.
             StoppedToContinue: the controller cannot be reached.
         """
         body = message.model_dump_json()
-        for last_try in (False, True):
+        deadline_s = time.monotonic() + _MISSED_HEARTBEATS * self._context.heartbeat_s
+        while True:
             try:
+                point("wire.send")
                 response = self._http.post(f"/v1/{path}", content=body)
                 break
-            except httpx.TransportError as error:
-                if last_try:
+            except (httpx.TransportError, ConnectionError) as error:
+                if time.monotonic() > deadline_s:
                     raise StoppedToContinue(
                         f"the controller at {self._context.controller_url} does not answer ({error})",
                         mend="give the same command again; the run goes on from its files",
                     ) from error
+                time.sleep(_RETRY_S)
         if response.status_code == 409:
             raise FencedError(
                 f"the controller at {self._context.controller_url} belongs to another incarnation than"
@@ -115,17 +120,11 @@ class Pulse:
         self._outside = counter
 
     def _beat_forever(self) -> None:
-        failed_since_s: float | None = None
         while True:
             try:
                 self._beat()
-                failed_since_s = None
-            except FencedError as error:
+            except (FencedError, StoppedToContinue, httpx.HTTPError) as error:
                 self._end(error)
-            except (StoppedToContinue, httpx.HTTPError) as error:
-                failed_since_s = failed_since_s or time.monotonic()
-                if time.monotonic() - failed_since_s > _MISSED_HEARTBEATS * self._context.heartbeat_s:
-                    self._end(error)
             time.sleep(self._context.heartbeat_s)
 
     def _beat(self) -> None:
