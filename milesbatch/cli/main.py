@@ -13,6 +13,7 @@ import typer
 from milesbatch import __version__
 from milesbatch.cli import recipes, traj, weights
 from milesbatch.cli.audit import audit
+from milesbatch.cli.replay import replay
 from milesbatch.cli.run import run
 from milesbatch.cli.status import status
 from milesbatch.errors import MilesbatchError
@@ -36,6 +37,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps=20")(run)
 app.command("status", epilog="Example: milesbatch status runs/tiny --json")(status)
 app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
+app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
 app.add_typer(traj.app, name="traj")
 app.add_typer(weights.app, name="weights")
 app.add_typer(recipes.app, name="recipes")

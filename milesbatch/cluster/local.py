@@ -12,6 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +89,38 @@ class LocalLauncher:
         except OSError as error:
             raise storage_error(log, error) from error
         return LocalProcess(process)
+
+
+def run_ranks(module: str, arguments: Sequence[str], ranks: int, threads: int) -> tuple[int, str, str]:
+    """Run ``python -m module ARGUMENTS`` once for each rank (``{rank}`` in an argument is filled in), to the end.
+
+    Returns the first exit status that is not 0 (or 0), rank 0's output, and what the failed rank said. When one rank
+    fails, the others are ended.
+    """
+    environment = child_environment(threads, {"GLOO_SOCKET_IFNAME": "lo"})
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *(text.replace("{rank}", str(rank)) for text in arguments)],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(ranks)
+    ]
+    with ThreadPoolExecutor(ranks) as pool:
+        said = [pool.submit(process.communicate) for process in processes]
+        wait(said, return_when=FIRST_COMPLETED)
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                for process in processes:
+                    process.kill()
+            time.sleep(0.05)
+    outputs = [future.result() for future in said]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode > 0:
+            return process.returncode, outputs[0][0], errors
+    return max(abs(process.returncode) for process in processes), outputs[0][0], outputs[0][1]
 
 
 def log_tail(log: Path, max_bytes: int = 8192) -> str:

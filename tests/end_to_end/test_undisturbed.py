@@ -93,6 +93,20 @@ def test_looking_commands_work_and_speak_json(unbroken: Path, cache: Path) -> No
     assert "trained(1)" in ended.out
 
 
+def test_a_recorded_step_is_computed_again_from_the_files_alone(unbroken: Path, cache: Path) -> None:
+    before = sorted(unbroken.rglob("*"))
+    ended = milesbatch("replay", unbroken, "--step", "8", "--json", cache=cache)
+    assert ended.code == 0, ended.err
+    body = json.loads(ended.out)
+    assert body["ok"]
+    assert [row["step"] for row in body["steps"]] == [7, 8]
+    assert [row["weights_digest"] for row in body["steps"]] == digests(unbroken)[7:]
+    assert sorted(unbroken.rglob("*")) == before, "a replay changes nothing"
+    refused = milesbatch("replay", unbroken, "--step", "9", cache=cache)
+    assert refused.code == 2
+    assert "from 1 to 8" in refused.err
+
+
 def test_the_same_command_on_a_finished_run_does_nothing(unbroken: Path, cache: Path) -> None:
     before = sorted(path for path in unbroken.rglob("*"))
     ended = milesbatch("run", QUICK, "--run-dir", unbroken, cache=cache)
