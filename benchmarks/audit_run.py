@@ -134,7 +134,8 @@ def write_step(
         assert file.ref is not None
         refs += [
             GroupRef(
-                group_id=group, path=file.ref.path, digest=file.ref.digest, version_min=version, version_max=version,
+                group_id=group, path=file.ref.path, digest=file.ref.digest, content=file.ref.digest, version_min=version,
+                version_max=version,
                 samples=SAMPLES,
             )
             for group in groups

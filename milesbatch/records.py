@@ -154,6 +154,9 @@ class GroupRef(Value):
     """File name inside ``trajectories/``."""
     digest: str
     """Digest of the whole file."""
+    content: str
+    """Digest of what training takes from the group (tokens, masks, logprobs, rewards, versions), see
+    ``trajectories/groups.py``: a group that is generated again in another file can be proven to be the same."""
     version_min: int
     version_max: int
     samples: int

@@ -146,6 +146,7 @@ def make_ref(group: int, version: int = 0, version_max: int | None = None) -> Gr
         group_id=group,
         path=f"{group:06d}-{group:06d}.i000001.rollout-0.0123456789abcdef.arrow",
         digest=digest_bytes(str(group).encode()),
+        content=digest_bytes(b"content %d" % group),
         version_min=version,
         version_max=version if version_max is None else version_max,
         samples=2,

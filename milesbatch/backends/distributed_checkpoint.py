@@ -98,6 +98,10 @@ class AsyncSaver:
         except (CheckpointException, OSError, RuntimeError) as error:
             raise _save_error(self._directory, error) from error
 
+    def load(self, state: dict[str, Any], directory: Path) -> None:
+        """As :func:`load`; a save may be running."""
+        load(state, directory)
+
 
 def load(state: dict[str, Any], directory: Path) -> None:
     """Fill the tensors of ``state`` in place from ``directory`` (collective); the world may have another size.

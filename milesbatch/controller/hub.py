@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from milesbatch.controller.regeneration import Regeneration
 from milesbatch.decisions.batching import BatchRule, choose_batch, missing_groups
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.leases import CommitAnswer, LeaseTable
@@ -62,6 +63,7 @@ class Hub:
         self._leases = LeaseTable(recipe.rollout.groups_per_lease)
         self.ready: dict[int, GroupRef] = {}
         self._decided: set[int] = set()
+        self._regeneration = Regeneration()
         self._accepted: dict[int, set[str]] = {}
         """Block -> the file that its accepted commit named."""
         self.last_step = 0
@@ -108,6 +110,7 @@ class Hub:
         """A process is gone: its leases are handed out again; returns the blocks."""
         self.peers.pop(name, None)
         blocks = self._leases.end_worker(name)
+        self._regeneration.end_worker(name)
         self._wake()
         return blocks
 
@@ -128,6 +131,8 @@ class Hub:
         lost = [block for block in self._leases.held_by(request.name) if block not in request.holding]
         if lost:
             block = lost[0]  # its reply was lost on the way
+        elif (again := self._regeneration.take(request.name, request.holding)) is not None:
+            block = again
         else:
             duration_s = self._recipe.rollout.lease_s
             lease = self._leases.take(request.name, now_s, duration_s, self._may_start, self._end_block())
@@ -154,6 +159,9 @@ class Hub:
         return self._recipe.steps * self.rule.groups_per_step // self._leases.block_size
 
     def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+        if self._regeneration.commit(request.block, request.groups):
+            self._wake()
+            return wire.CommitReply(accepted=True)
         paths = {group.path for group in request.groups}
         if self._leases.commit(request.block) is CommitAnswer.DUPLICATE:
             # The accepted commit may be told again (its reply was lost), and by then its groups may be in a batch record:
@@ -182,6 +190,19 @@ class Hub:
                 return wire.BatchAnswer(ready=True, trained=choice.trained, rejected=choice.rejected)
             if not await self._wait_for_change(deadline_s):
                 return wire.BatchAnswer(ready=False, missing=len(missing_groups(self.rule, request.step, self.ready)))
+
+    async def regenerate(self, request: wire.RegenerateRequest) -> wire.RegenerateAnswer:
+        """Have blocks that were trained on before generated again, each once; the answer comes when they are there."""
+        if self._regeneration.found(request.groups) is None:
+            self._regeneration.want({self._leases.block_of(group_id) for group_id in request.groups})
+            self._wake()
+        deadline_s = time.monotonic() + request.wait_s
+        while True:
+            found = self._regeneration.found(request.groups)
+            if found is not None:
+                return wire.RegenerateAnswer(groups=found)
+            if not await self._wait_for_change(deadline_s):
+                return wire.RegenerateAnswer(groups=())
 
     def recorded(self, message: wire.Recorded) -> None:
         self.last_step = max(self.last_step, message.step)

@@ -99,6 +99,7 @@ class ControllerServer:
                 self._route("step", wire.StepDone, step_done),
                 self._route("checkpointed", wire.Checkpointed, checkpointed),
                 self._route("finished", wire.Finished, finished),
+                self._route("regenerate", wire.RegenerateRequest, hub.regenerate),
                 self._route("rendezvous", wire.Rendezvous, hub.rendezvous),
                 Route("/v1/status", self._status, methods=["GET"]),
             ]

@@ -240,6 +240,11 @@ def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None
     fates = found.fates
     consumed = {group.path for record in found.batches for group in record.trained}
     consumed |= {group.path for record in found.batches for group in record.rejected}
+    # Where each decided group was read from: a second file of the same groups replaces it only when it is gone.
+    homes: dict[int, Path] = {}
+    for record in found.batches:
+        homes.update({group.group_id: layout.trajectory(group.path) for group in record.trained})
+        homes.update({group.group_id: layout.trajectory(group.path) for group in record.rejected})
     blocks: set[int] = set()
     for path in sorted(layout.trajectories.glob("*.arrow")):
         try:
@@ -253,7 +258,9 @@ def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None
         reason = None
         if path.name not in consumed and not later.accept_trajectories(name):
             reason = f"written by incarnation {name.incarnation} after it had been sealed"
-        elif path.name not in consumed and (not fates.is_pending(groups[0]) or blocks.intersection(groups)):
+        elif (path.name not in consumed and blocks.intersection(groups)) or (
+            path.name not in consumed and not fates.is_pending(groups[0]) and homes[groups[0]].exists()
+        ):
             reason = "another file holds the same groups"
         else:
             try:

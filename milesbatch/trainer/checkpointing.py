@@ -38,12 +38,13 @@ from milesbatch.store.survey import Seals, read_incarnations
 
 
 class Saver(Protocol):
-    """Writes a state in the background (:class:`milesbatch.backends.distributed_checkpoint.AsyncSaver`)."""
+    """Writes a state in the background, and reads it (:class:`milesbatch.backends.distributed_checkpoint.AsyncSaver`)."""
 
     def start(self, state_dict: Mapping[str, Any], directory: Any) -> None: ...
     @property
     def is_done(self) -> bool: ...
     def wait(self) -> None: ...
+    def load(self, state: dict[str, Any], directory: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,17 @@ class Checkpointer:
         if self._rank == 0:
             self._patience.until_space(lambda: self._commit(facts))
         return facts.step
+
+    def restore(self, step: int, state: dict[str, Any]) -> CheckpointManifest:
+        """All ranks: fill the tensors of ``state`` in place from the committed checkpoint of ``step``; returns its manifest.
+
+        Raises:
+            CorruptArtefactError: the manifest or a shard is missing or damaged.
+            StorageError: the shards cannot be read.
+        """
+        manifest = read_checkpoint(self._layout, step)
+        self._saver.load(state, self._layout.checkpoint_shards(step, manifest.incarnation))
+        return manifest
 
     def has(self, step: int) -> bool:
         """Rank 0: is there a committed checkpoint of ``step`` that counts? One that does not is moved to quarantine."""

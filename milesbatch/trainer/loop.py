@@ -19,12 +19,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from milesbatch.backends.distributed_checkpoint import load
 from milesbatch.backends.protocol import TrainerBackend
 from milesbatch.cluster.context import RoleContext
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.resume import ResumePlan, plan_resume
-from milesbatch.errors import StorageFullError
+from milesbatch.errors import StoppedToContinue, StorageFullError
 from milesbatch.faults.points import point
 from milesbatch.records import BatchRecord, GroupRef
 from milesbatch.store.clock import utc_now
@@ -37,6 +36,7 @@ from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
+from milesbatch.trainer.restoring import restore_groups
 from milesbatch.wire import messages as wire
 from milesbatch.wire.client import Controller, Pulse
 
@@ -82,7 +82,7 @@ class TrainerLoop:
         """Train until the recipe's steps are done, or until the controller says stop."""
         resume = _agree(self._find_resume() if self._is_first else None)
         assert resume is not None
-        self._load(resume)
+        self._load(resume, checkpointer)
         step = resume.plan.checkpoint_step
         while step < self._recipe.steps:
             began_s = time.monotonic()
@@ -95,7 +95,7 @@ class TrainerLoop:
         self._last_checkpoint(checkpointer, step)
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
-        dist.barrier()  # a rank that left earlier would look as if it had died
+        _meet()  # a rank that left earlier would look as if it had died
 
     # -- resume -----------------------------------------------------------------------------------------------------
 
@@ -115,16 +115,15 @@ class TrainerLoop:
         )
         return Resume(plan, tuple(found.batches), divergences)
 
-    def _load(self, resume: Resume) -> None:
+    def _load(self, resume: Resume, checkpointer: Checkpointer) -> None:
         self._pulse.state = "loading"
         plan = resume.plan
         for record in resume.records[: plan.checkpoint_step]:
             self._fates.add(record)
         self._publishing.divergences = list(resume.divergences)
         if plan.from_checkpoint:
-            manifest = read_checkpoint(self._layout, plan.checkpoint_step)
             state = self._backend.state_dict()
-            load(state, self._layout.checkpoint_shards(plan.checkpoint_step, manifest.incarnation))
+            manifest = checkpointer.restore(plan.checkpoint_step, state)
             self._backend.load_state_dict(state)
             self._checkpointed = plan.checkpoint_step
             self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
@@ -178,7 +177,7 @@ class TrainerLoop:
         waited_s = time.monotonic() - began_s
         self._pulse.state = "replaying" if is_replay else "training"
         self._fates.add(record)
-        trajectories = read_groups(self._layout, record.trained)
+        trajectories = read_groups(self._layout, self._whole_groups(record) if is_replay else record.trained)
         sampling = self._recipe.rollout.sampling
         data = step_data(record, trajectories, self._recipe.algorithm, sampling.temperature)
         metrics = self._backend.train_step(record.step, data.samples)
@@ -200,6 +199,21 @@ class TrainerLoop:
             }
             self._tell_step(record.step, is_replay, figures)
         self._pulse.moved()
+
+    def _whole_groups(self, record: BatchRecord) -> tuple[GroupRef, ...]:
+        """Where a replayed step's groups are: damaged files are replaced. The same on all ranks."""
+        is_bitwise = self._recipe.determinism == "bitwise"
+        first = self._is_first
+        return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate) if first else record.trained)
+
+    def _regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
+        self._events.write("regenerating", groups=list(groups))
+        self._pulse.state = "waiting"
+        while not (found := self._controller.regenerate(groups)):
+            if self._pulse.should_stop:
+                raise StoppedToContinue("stopped while lost groups were generated again")
+        self._pulse.state = "replaying"
+        return found
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -230,7 +244,7 @@ class TrainerLoop:
         began_s = time.monotonic()
         if self._is_first:
             self._patience.until_space(lambda: checkpointer.prepare(step))
-        dist.barrier()
+        _meet()
         checkpointer.start(self._backend.state_dict(), self._facts(step))
         point("trainer.checkpoint_started")
         self._events.write("checkpoint_started", step=step, stall_s=round(time.monotonic() - began_s, 4))
@@ -302,7 +316,15 @@ class TrainerLoop:
 
 
 def _agree(value: T) -> T:
-    """Rank 0's value, on all ranks."""
+    """Rank 0's value, on all ranks. Without a process group there is one rank."""
+    if not dist.is_initialized():
+        return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def _meet() -> None:
+    """All ranks have come here."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -19,6 +19,7 @@ import httpx
 from milesbatch.cluster.context import RoleContext
 from milesbatch.errors import EXIT_TEMPFAIL, FencedError, StoppedToContinue
 from milesbatch.faults.points import point
+from milesbatch.records import GroupRef
 from milesbatch.wire import messages as wire
 
 A = TypeVar("A", bound=wire.Message)
@@ -80,6 +81,11 @@ class Controller:
 
     def batch(self, step: int) -> wire.BatchAnswer:
         return self.ask("batch", wire.BatchRequest(step=step, wait_s=_WAIT_S), wire.BatchAnswer)
+
+    def regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
+        """Lost groups that were generated again; empty when they are not there yet."""
+        request = wire.RegenerateRequest(groups=groups, wait_s=_WAIT_S)
+        return self.ask("regenerate", request, wire.RegenerateAnswer).groups
 
     def tell(self, path: str, message: wire.Message) -> None:
         self.ask(path, message, wire.Ok)

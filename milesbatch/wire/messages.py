@@ -122,6 +122,18 @@ class Finished(Message):
     step: int
 
 
+class RegenerateRequest(Message):
+    """The trainer replays a step whose trajectory file is lost: these groups must be generated again (bitwise mode)."""
+
+    groups: tuple[int, ...]
+    wait_s: float
+
+
+class RegenerateAnswer(Message):
+    groups: tuple[GroupRef, ...]
+    """The groups, once all of them are there; empty: ask again."""
+
+
 class PendingRequest(Message):
     """The trainer asks which groups are finished and have no fate, to name them in a checkpoint."""
 

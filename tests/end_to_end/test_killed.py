@@ -120,3 +120,26 @@ def test_a_killed_controller_takes_its_roles_with_it(cache: Path, tmp_path: Path
     kill(command.process.pid)
     command.process.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "no orphan is left", timeout_s=10)
+
+
+@pytest.mark.parametrize("how", ["flipped", "deleted"])
+def test_a_lost_trajectory_file_of_a_recorded_step_is_generated_again(
+    unbroken: Path, cache: Path, tmp_path: Path, how: str
+) -> None:
+    """The replay needs what was trained on; bitwise mode can make it again, and the batch record proves that it is the same."""
+    run = tmp_path / "run"
+    command = Command("run", QUICK, "--run-dir", run, "--set", "checkpoint.every=7", cache=cache)
+    wait_until((run / "batches" / "000005.json").exists, "step 5 is recorded")
+    command.kill_everything()
+    (victim,) = (run / "trajectories").glob("000024-000027.*")
+    if how == "flipped":
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+    else:
+        victim.unlink()
+    ended = milesbatch("run", QUICK, "--run-dir", run, cache=cache)
+    assert ended.code == 0, ended.err
+    check_equal(run, unbroken)
+    assert events(run, "trainer-0", "regenerating")[0]["groups"] == [24, 25, 26, 27]
+    assert bool(list((run / "quarantine").glob(f"*{victim.name}*"))) == (how == "flipped")
