@@ -76,7 +76,12 @@ class Record(Value):
         except ValidationError as error:
             if version > FORMAT_VERSION:  # whole, but with keys that this version does not know: not damage
                 raise _newer(path, "{}.{}".format(*version), "{}.{}".format(*FORMAT_VERSION)) from error
-            raise CorruptArtefactError(f"{path}: {error}", mend=mend) from error
+            fields = ", ".join(".".join(map(str, problem["loc"])) or "the whole" for problem in error.errors()[:3])
+            # Its digest is right, so it is what its writer meant: never treated as damage, never moved away.
+            raise FormatVersionError(
+                f"{path} is whole, but this version does not understand it ({fields})",
+                mend="continue this run with the version of milesbatch that wrote it",
+            ) from error
 
 
 def _format_version(value: Any) -> tuple[int, int] | None:

@@ -6,6 +6,8 @@ order to be continued); a traceback appears only with ``--debug``.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import typer
@@ -13,10 +15,11 @@ import typer
 from milesbatch import __version__
 from milesbatch.cli import recipes, traj, weights
 from milesbatch.cli.audit import audit
+from milesbatch.cli.drill import drill
 from milesbatch.cli.replay import replay
 from milesbatch.cli.run import run
 from milesbatch.cli.status import status
-from milesbatch.errors import MilesbatchError
+from milesbatch.errors import EXIT_TEMPFAIL, MilesbatchError, StoppedToContinue
 
 app = typer.Typer(
     name="milesbatch",
@@ -38,6 +41,7 @@ app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps
 app.command("status", epilog="Example: milesbatch status runs/tiny --json")(status)
 app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
 app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
+app.command("drill", epilog="Example: milesbatch drill recipes/tiny.yaml --report drill.html")(drill)
 app.add_typer(traj.app, name="traj")
 app.add_typer(weights.app, name="weights")
 app.add_typer(recipes.app, name="recipes")
@@ -45,6 +49,8 @@ app.add_typer(recipes.app, name="recipes")
 
 def main() -> None:
     """Entry point of the ``milesbatch`` command."""
+    _open_closed_streams()
+    signal.signal(signal.SIGTERM, _stop)
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     is_debug = len(arguments) < len(sys.argv) - 1
     try:
@@ -54,10 +60,30 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command again goes on from here", file=sys.stderr)
+        sys.exit(EXIT_TEMPFAIL)
     except BrokenPipeError:
         # The reader of our output (a pager, `head`) has closed it.
         sys.stderr.close()
         sys.exit(0)
+
+
+def _stop(number: int, frame: object) -> None:
+    """SIGTERM outside the controller's loop, which has handlers of its own."""
+    raise StoppedToContinue("stopped by SIGTERM", mend="give the same command again; it goes on from here")
+
+
+def _open_closed_streams() -> None:
+    """A closed standard stream would give its number to the next file that is opened, and its text to that file."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the process
 
 
 if __name__ == "__main__":

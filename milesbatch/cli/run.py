@@ -6,6 +6,7 @@ load the recipe -> make or open the run directory -> take it over -> controller 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,9 +68,9 @@ def _control(layout: RunLayout, recipe: Recipe, recipe_changes: dict[str, Any]) 
     from milesbatch.report.status import cause_of_restart
     from milesbatch.store.takeover import Claimant, take_over
 
+    arm_from(fault_plan_path(), "controller-0", layout)  # first: a bad plan must not cost an incarnation
     incarnation = take_over(layout, Claimant(cause=cause_of_restart(layout)), recipe_changes)
     _say(f"incarnation {incarnation.number} of {layout.root}: {_found(incarnation.found)}")
-    arm_from(fault_plan_path(), "controller-0", layout)
     point("controller.taken_over")
     display = open_display(recipe.name, recipe.steps)
     try:
@@ -159,4 +160,5 @@ the same command again continues this run where it is""")
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # as in controller.display
+        print(text, file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Protocol
@@ -60,7 +61,9 @@ class PlainDisplay:
         """Nothing to put back."""
 
     def _print(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+        # A reader that went away (`| head`), or a full disk behind the log: never a reason to stop a run.
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 class LiveDisplay:

@@ -41,7 +41,9 @@ class ControllerServer:
         self._progress = progress
         self._socket = socket.create_server((host, 0))
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(self._application(), log_level="error", access_log=False, lifespan="off", ws="none")
+        config = uvicorn.Config(
+            self._application(), log_config=None, log_level="error", access_log=False, lifespan="off", ws="none"
+        )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 

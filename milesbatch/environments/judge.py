@@ -20,6 +20,11 @@ from milesbatch.environments.rewards import RewardFunction
 from milesbatch.errors import ExtensionError
 from milesbatch.records import canonical_json, digest_bytes
 
+_LONGEST_ERROR = 2000
+_FROM_USERS = (Exception, SystemExit, asyncio.CancelledError)
+"""What may come out of user code: anything. One bad episode must not end the worker, not even ``sys.exit``; a cancelled call is
+what a time-out of an asynchronous client looks like."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
@@ -110,7 +115,7 @@ class Judge:
     def _called(self, prompt: Prompt, response: str) -> Any:
         try:
             return self._function(prompt, response)
-        except Exception as error:  # noqa: BLE001 - user code: anything may come, and one bad episode must not end the worker
+        except _FROM_USERS as error:
             return self._failed(prompt, _where(error))
 
     async def _awaited(self, prompts: Mapping[int, Prompt], waiting: Mapping[int, Awaitable[Any]]) -> list[Any]:
@@ -119,14 +124,14 @@ class Judge:
     async def _one(self, prompt: Prompt, result: Awaitable[Any]) -> Any:
         try:
             return await result
-        except Exception as error:  # noqa: BLE001 - user code, as above
+        except _FROM_USERS as error:
             return self._failed(prompt, _where(error))
 
     def _read(self, prompt: Prompt, result: Any) -> Judgement:
         try:
             if not isinstance(result, Mapping):
                 return Judgement(_number("the result", result))
-            parts = {str(name): _number(f"part {name!r}", value) for name, value in result.items()}
+            parts = {_plain(str(name)): _number(f"part {name!r}", value) for name, value in result.items()}
             if not parts:
                 raise ValueError("the result is an empty mapping")
             total = parts["reward"] if "reward" in parts else _number("the sum of the parts", sum(parts.values()))
@@ -136,7 +141,12 @@ class Judge:
 
     def _failed(self, prompt: Prompt, cause: str) -> Judgement:
         text = f"reward function {self._spec} failed on prompt {prompt.prompt_id}: {cause}"
-        return Judgement(reward=0.0, error=text)
+        return Judgement(reward=0.0, error=_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Text that can be stored: no lone surrogates, and not longer than anybody reads."""
+    return text[:_LONGEST_ERROR].encode("utf-8", "backslashreplace").decode()
 
 
 def _import_module(spec: str, module_name: str) -> Any:

@@ -7,14 +7,17 @@ fault really happened.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 from milesbatch.errors import RunFailedError
 from milesbatch.faults import points
@@ -22,7 +25,9 @@ from milesbatch.faults.operations import FaultyOperations
 from milesbatch.faults.plan import Fault, FaultPlan, load_plan
 from milesbatch.store.clock import utc_now
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.operations import install
+from milesbatch.store.operations import Operations, install
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Injector:
@@ -32,7 +37,9 @@ class Injector:
         self._process = process
         self._layout = layout
         self._faults = [fault for fault in plan.faults if fault.is_for(process)]
+        self._lock = threading.Lock()  # a role works and sends heartbeats in two threads
         self._passed: Counter[str] = Counter()
+        self._spent: set[str] = set()
         self._failing: dict[str, tuple[int, int]] = {}
         self.partitioned_until_s = 0.0
 
@@ -46,23 +53,26 @@ class Injector:
         """The process is at point ``name``."""
         if name == "wire.send" and time.monotonic() < self.partitioned_until_s:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused by a fault plan")
-        self._passed[name] += 1
-        for fault in self._due(name, ("kill", "stop", "exit", "raise", "delay", "partition")):
+        with self._lock:
+            self._passed[name] += 1
+        for fault in self._due(name, ("kill", "stop", "outlive", "exit", "raise", "delay", "partition")):
             if self._fire(fault):
                 self._act(fault)
 
     def error_at(self, name: str) -> int | None:
         """Error number with which the operation at ``name`` must fail, if it must."""
-        if name in self._failing:
-            number, left = self._failing.pop(name)
-            if left > 1:
-                self._failing[name] = (number, left - 1)
-            return number
+        with self._lock:
+            number, left = self._failing.pop(name, (None, 0))
+            if number is not None:
+                if left > 1:
+                    self._failing[name] = (number, left - 1)
+                return number
         for fault in self._due(name, ("enospc", "eio")):
             if self._fire(fault):
                 number = errno.ENOSPC if fault.action == "enospc" else errno.EIO
                 if fault.times > 1:
-                    self._failing[name] = (number, fault.times - 1)
+                    with self._lock:
+                        self._failing[name] = (number, fault.times - 1)
                 return number
         return None
 
@@ -70,22 +80,46 @@ class Injector:
         """The file ``path`` was just committed: damage it, if it must be."""
         for fault in self._due(name, ("flip", "truncate")):
             if self._fire(fault, path):
-                damage(path, fault)
+                damage(path, "flip" if fault.action == "flip" else "truncate")
 
     def _due(self, name: str, actions: tuple[str, ...]) -> list[Fault]:
-        return [f for f in self._faults if f.point == name and f.nth == self._passed[name] and f.action in actions]
+        """Faults whose turn at point ``name`` has come. Not only at exactly the ``nth`` passing: an error or a partition may
+        have taken that one."""
+        with self._lock:
+            passed = self._passed[name]
+            return [
+                fault
+                for fault in self._faults
+                if fault.point == name
+                and fault.nth <= passed
+                and fault.action in actions
+                and fault.name not in self._spent
+            ]
 
     def _fire(self, fault: Fault, path: Path | None = None) -> bool:
-        """Record that ``fault`` happens now; False when it has happened before."""
-        body = {"fault": fault.name, "process": self._process, "pid": os.getpid(), "at": utc_now()}
+        """Record durably that ``fault`` happens now; False when it has happened before, in whichever process."""
+        with self._lock:
+            if fault.name in self._spent:
+                return False
+            self._spent.add(fault.name)
+        body = {
+            "fault": fault.name,
+            "process": self._process,
+            "pid": os.getpid(),
+            "at": utc_now(),
+            "mono_s": round(time.monotonic(), 4),
+        }
         if path is not None:
             body["path"] = str(path)
+        record = fired_path(self._layout, fault.name)
+        plain = Operations()  # these are not operations of the run: no fault hits them
         try:
-            descriptor = os.open(fired_path(self._layout, fault.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with plain.create(record) as stream:
+                stream.write(json.dumps(body).encode())
+                plain.sync_file(record, stream)
+            plain.sync_directory(record.parent)
         except FileExistsError:
             return False
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(body, stream)
         print(f"fault {fault.name}: {fault.action} at {fault.point}", file=sys.stderr, flush=True)
         return True
 
@@ -93,6 +127,9 @@ class Injector:
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.action == "outlive":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.action == "exit":
             os._exit(fault.exit_code)
@@ -105,13 +142,13 @@ class Injector:
             raise RunFailedError(f"fault {fault.name} of the fault plan", mend="nothing: it was asked for")
 
 
-def damage(path: Path, fault: Fault) -> None:
+def damage(path: Path, action: Literal["flip", "truncate"]) -> None:
     """Flip a bit in the middle of a file, or cut it in half, as a failing disk would: behind everybody's back."""
     data = bytearray(path.read_bytes())
-    if fault.action == "flip":
-        data[len(data) // 2] ^= 0x10
-    else:
+    if action == "truncate":
         del data[len(data) // 2 :]
+    elif data:
+        data[len(data) // 2] ^= 0x10
     path.write_bytes(bytes(data))
 
 

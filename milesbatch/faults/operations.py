@@ -24,7 +24,8 @@ class FaultyOperations(Operations):
         error_at: Callable[[str], int | None],
         damage_at: Callable[[str, Path], None],
     ) -> None:
-        self._root = root.resolve()
+        # As the process spells it, and without links: a run directory may be reached by either.
+        self._roots = (Path(os.path.abspath(root)), root.resolve())  # noqa: PTH100 - links stay
         self._at = at
         self._error_at = error_at
         self._damage_at = damage_at
@@ -38,7 +39,7 @@ class FaultyOperations(Operations):
         super().sync_file(path, stream)
 
     def sync_directory(self, path: Path) -> None:
-        self._pass("sync_directory", path / ".")
+        self._pass("sync_directory", path, is_directory=True)
         super().sync_directory(path)
 
     def link(self, source: Path, target: Path) -> None:
@@ -58,24 +59,33 @@ class FaultyOperations(Operations):
         self._pass("unlink", path)
         super().unlink(path)
 
+    def make_directory(self, path: Path) -> None:
+        self._pass("make_directory", path, is_directory=True)
+        super().make_directory(path)
+
+    def remove_directory(self, path: Path) -> None:
+        self._pass("remove_directory", path, is_directory=True)
+        super().remove_directory(path)
+
     def _written(self, path: Path) -> None:
         self._pass("write", path)
 
-    def _pass(self, operation: str, path: Path) -> str:
-        name = f"{operation}:{self._kind(path)}"
+    def _pass(self, operation: str, path: Path, *, is_directory: bool = False) -> str:
+        name = f"{operation}:{self._kind(path, is_directory)}"
         self._at(name)
         number = self._error_at(name)
         if number is not None:
             raise OSError(number, os.strerror(number), str(path))
         return name
 
-    def _kind(self, path: Path) -> str:
+    def _kind(self, path: Path, is_directory: bool) -> str:
         """The first directory below the run, or ``run`` itself (and what lies outside of it)."""
-        absolute = Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute keeps the "." of a directory
-        parts = absolute.relative_to(self._root).parts if absolute.is_relative_to(self._root) else ()
-        if path.name == "." and parts:
-            return parts[0]
-        return parts[0] if len(parts) > 1 else "run"
+        absolute = Path(os.path.abspath(path))  # noqa: PTH100 - links stay
+        for root in self._roots:
+            if absolute.is_relative_to(root):
+                parts = absolute.relative_to(root).parts
+                return parts[0] if len(parts) > (0 if is_directory else 1) else "run"
+        return "run"
 
 
 class _Watched(io.RawIOBase):
@@ -94,6 +104,9 @@ class _Watched(io.RawIOBase):
 
     def seekable(self) -> bool:
         return self._stream.seekable()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._stream.seek(offset, whence)
 
     def tell(self) -> int:
         return self._stream.tell()

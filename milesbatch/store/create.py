@@ -10,12 +10,13 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from milesbatch.errors import InputError, RunHeldError
+from milesbatch.errors import InputError, RunHeldError, RunMismatchError
 from milesbatch.recipe.load import dump_recipe, recipe_digest
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import RunRecord
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
+    TEMPORARY_PREFIX,
     AlreadyExistsError,
     create_exclusively,
     file_ref,
@@ -43,6 +44,7 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
             f"{layout.root} is not empty and is not a run: it holds {', '.join(strangers[:5])}",
             mend="give a new or empty directory with --run-dir",
         )
+    _refuse_headless(layout)
     for directory in layout.directories():
         make_directory(directory)
     text = dump_recipe(recipe).encode()
@@ -53,12 +55,28 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
         publish_file(layout.recipe, text)
 
 
+def _refuse_headless(layout: RunLayout) -> None:
+    """A directory with a run's artefacts but without its ``run.json`` is a damaged run, not the beginning of one."""
+    places = (layout.incarnations, layout.batches, layout.weights, layout.checkpoints, layout.trajectories)
+    left = sorted(
+        path.relative_to(layout.root)
+        for place in places
+        if place.is_dir()
+        for path in place.iterdir()
+        if not path.name.startswith(TEMPORARY_PREFIX)
+    )
+    if left:
+        raise RunMismatchError(
+            f"{layout.root} holds the files of a run ({left[0]} and {len(left) - 1} more), but its run.json is missing",
+            mend="put run.json back from a copy, or give another directory with --run-dir; nothing was touched",
+        )
+
+
 def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str]) -> RunRecord:
     """Commit ``run.json`` over everything that is in place now.
 
     Raises:
         RunHeldError: another start is making a run of another recipe in the same directory.
-        AlreadyExistsError: another process has made a run here at the same time.
         StorageError: nothing was committed.
     """
     if layout.recipe.read_bytes() != dump_recipe(recipe).encode():
@@ -66,7 +84,7 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
             f"another process is making a run of another recipe in {layout.root}",
             mend="end one of the two, or give another directory with --run-dir",
         )
-    payload = [layout.recipe, *sorted(path for path in layout.model.rglob("*") if path.is_file())]
+    payload = [layout.recipe, *_model_files(layout)]
     record = RunRecord(
         run_id=f"{recipe.name}-{secrets.token_hex(4)}",
         name=recipe.name,
@@ -75,8 +93,20 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
         fingerprints=dict(fingerprints),
         files=tuple(file_ref(path, name=_relative(layout, path)) for path in payload),
     )
-    create_exclusively(layout.run_record, record.to_bytes())
+    try:
+        create_exclusively(layout.run_record, record.to_bytes())
+    except AlreadyExistsError:
+        raise RunHeldError(
+            f"another process has made a run in {layout.root} at the same time",
+            mend="watch it with `milesbatch status`; the same command continues it when it has ended",
+        ) from None
     return record
+
+
+def _model_files(layout: RunLayout) -> list[Path]:
+    """Without what a start that died left unfinished: the take-over sweeps it, so the record must not name it."""
+    files = (path for path in layout.model.rglob("*") if path.is_file())
+    return sorted(path for path in files if not path.name.startswith(TEMPORARY_PREFIX))
 
 
 def _relative(layout: RunLayout, path: Path) -> str:

@@ -225,8 +225,9 @@ def sweep_temporary(directory: Path) -> int:
     """Remove what crashed writers left behind in ``directory``; returns how many. Only while no other writer is alive."""
     count = 0
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        remove_file(path)
-        count += 1
+        if not path.is_dir():  # nobody here makes such directories; it costs nothing where it is
+            remove_file(path)
+            count += 1
     return count
 
 

@@ -43,7 +43,12 @@ def frozen_recipe(layout: RunLayout, record: RunRecord) -> Recipe:
         CorruptArtefactError: ``recipe.yaml`` or a file under ``model/`` is damaged.
     """
     for ref in record.files:
-        verify_file(layout.root / ref.path, ref)
+        try:
+            verify_file(layout.root / ref.path, ref)
+        except CorruptArtefactError as error:
+            raise CorruptArtefactError(
+                error.what, mend="put the file back from a copy of the run; the run cannot go on without it"
+            ) from error
     return load_recipe(layout.recipe)
 
 

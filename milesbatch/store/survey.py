@@ -64,6 +64,7 @@ def read_incarnations(layout: RunLayout) -> list[IncarnationRecord]:
         path = layout.incarnation(len(records) + 1)
         data = read_optional(path)
         if data is None:
+            _refuse_gap(layout, path)
             return records
         record = IncarnationRecord.from_bytes(data, str(path))
         if record.incarnation != len(records) + 1:
@@ -71,6 +72,16 @@ def read_incarnations(layout: RunLayout) -> list[IncarnationRecord]:
                 f"{path} is the record of incarnation {record.incarnation}", mend="run `milesbatch audit` on the run"
             )
         records.append(record)
+
+
+def _refuse_gap(layout: RunLayout, missing: Path) -> None:
+    """A record above a missing one: who may write, and what the missing seal said, cannot be known."""
+    above = [path for number, path in _numbered(layout.incarnations, ".json") if path.name > missing.name]
+    if above:
+        raise CorruptArtefactError(
+            f"{missing} is missing, but {above[0].name} exists: the seals of this run cannot be followed",
+            mend="put the file back from a copy of the run; nothing was changed",
+        )
 
 
 def survey(layout: RunLayout, incarnations: Sequence[IncarnationRecord]) -> Survey:
@@ -108,6 +119,9 @@ class Seals:
 
 
 def _read(kind: type[R], path: Path, found: Survey) -> R | None:
+    if path.is_dir():
+        found.broken.append((path, f"{path} is a directory; a record is a file"))
+        return None
     data = read_optional(path)
     if data is None:
         return None

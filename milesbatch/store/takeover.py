@@ -3,8 +3,9 @@
 The protocol and its crash states:
 
 1. read all incarnation records; refuse when the newest one's controller is alive (``RunHeldError``);
-2. survey what counts, write the seal into ``incarnations/N+1.json`` and create it exclusively: *this is the take-over*.
-   Killed before: nothing happened. Two at once: one creation succeeds, the other controller stops with exit code 75.
+2. survey what counts, make it durable (``store/settle.py``), write the seal into ``incarnations/N+1.json`` and create
+   it exclusively: *this is the take-over*. Killed before: nothing happened. Two at once: one creation succeeds, the other
+   controller stops with exit code 75.
 3. move what does not count to ``quarantine/`` and remove temporary files. Killed midway: the seal already says that they
    do not count, and the next take-over sweeps again.
 """
@@ -23,6 +24,7 @@ from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import create_exclusively, move_to_quarantine, read_optional, sweep_temporary
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive, process_started
+from milesbatch.store.settle import settle
 from milesbatch.store.survey import Survey, read_incarnations, survey
 
 
@@ -62,6 +64,7 @@ def take_over(layout: RunLayout, claimant: Claimant, recipe_changes: Mapping[str
     if earlier and is_alive(layout, earlier[-1]):
         raise _held(layout, earlier[-1])
     found = survey(layout, earlier)
+    settle(layout, earlier, found)
     number = len(earlier) + 1
     record = IncarnationRecord(
         incarnation=number,
@@ -101,7 +104,7 @@ def _sweep(layout: RunLayout, found: Survey) -> tuple[tuple[str, str], ...]:
         if path.exists():
             move_to_quarantine(path, layout.quarantine, reason)
             moved.append((str(path.relative_to(layout.root)), reason))
-    for directory in layout.directories():
+    for directory in (layout.root, *layout.directories()):
         sweep_temporary(directory)
     for parent in (layout.weights, layout.checkpoints):
         for directory in parent.iterdir():

@@ -31,6 +31,7 @@ from milesbatch.store.events import EventLog
 from milesbatch.store.fence import Fence
 from milesbatch.store.patience import Patience
 from milesbatch.store.run import OpenRun
+from milesbatch.store.settle import settle
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
@@ -101,7 +102,9 @@ class TrainerLoop:
 
     def _find_resume(self) -> Resume:
         """Rank 0 looks at the files; a restart inside an incarnation finds this incarnation's own artefacts too."""
-        found = survey(self._layout, read_incarnations(self._layout))
+        incarnations = read_incarnations(self._layout)
+        found = survey(self._layout, incarnations)
+        settle(self._layout, incarnations, found)
         plan = plan_resume(found.checkpoints, len(found.batches), found.last_version)
         divergences: tuple[int, ...] = ()
         if plan.from_checkpoint:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from milesbatch.errors import DivergenceError
+from milesbatch.errors import CorruptArtefactError, DivergenceError
 from milesbatch.ids import number
 from milesbatch.records import FileRef, TensorEntry, WeightsManifest
 from milesbatch.store.clock import utc_now
@@ -33,6 +33,7 @@ from milesbatch.store.durable import (
     move_to_quarantine,
     publishing,
     remove_file,
+    verify_file,
 )
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.patience import AT_ONCE, Patience
@@ -141,13 +142,16 @@ class Publisher:
             StorageError: not committed; the same call can be made again.
         """
         existing = self._committed(version)
-        base = None if existing is not None else self._base(version)
+        is_damaged = existing is not None and not self._is_whole(existing)
+        base = self._base(version) if existing is None or is_damaged else None
         draft = _draft(_stored(named, tied), base)
         if not draft.tensors:
             raise ValueError(f"policy version {version} has no tensors")
         if missing := sorted(set(tied.values()) - set(draft.tensors)):
             raise ValueError(f"policy version {version}: tied to tensors that are not stored: {', '.join(missing)}")
         manifest = existing or self._patience.until_space(lambda: self._commit(version, draft, base, tied))
+        if is_damaged and manifest.weights_digest == draft.digest:
+            manifest = self._patience.until_space(lambda: self._commit_again(version, draft, base, tied))
         if manifest.weights_digest != draft.digest:
             raise DivergenceError(
                 f"policy version {version} is published with weights digest {manifest.weights_digest} "
@@ -167,6 +171,25 @@ class Publisher:
             f"policy version {version} of incarnation {manifest.incarnation} was committed after it had been fenced out",
         )
         return None
+
+    def _is_whole(self, manifest: WeightsManifest) -> bool:
+        """Are all payload files of a committed version there and undamaged?"""
+        try:
+            for ref in manifest.files:
+                verify_file(self._layout.weights_version(manifest.version) / ref.path, ref)
+        except CorruptArtefactError:
+            return False
+        return True
+
+    def _commit_again(
+        self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]
+    ) -> WeightsManifest:
+        """A replay holds the very weights whose payload was lost: the damaged artefact goes to quarantine, a whole one takes
+        its place with the same weights digest. Killed between: the version is not published, and the next replay does it."""
+        if self._layout.weights_version(version).exists():
+            reason = f"payload of policy version {version} was damaged or missing; it was published again from a replay"
+            move_to_quarantine(self._layout.weights_version(version), self._layout.quarantine, reason)
+        return self._commit(version, draft, base, tied)
 
     def _base(self, version: int) -> Mapping[str, RawTensor] | None:
         """Tensors of ``version - 1`` for a delta; None when only a keyframe is possible."""

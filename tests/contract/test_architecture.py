@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "milesbatch"
 
 # Imports point down (to a later line). Peers within a line may import each other's modules, but not in a cycle.
 LAYERS = (
-    ("cli", "report", "audit"),
+    ("cli", "report", "audit", "drill"),
     ("controller",),
     ("rollout", "trainer"),
     ("engines", "backends", "cluster", "environments", "tracking", "models", "preparation", "role", "wire"),
@@ -36,7 +36,19 @@ LAZY_CYCLES = {
     ("environments.prompts", "environments.gym"),
 }
 
-WITHOUT_TORCH = ("recipe", "decisions", "store", "ids", "records", "errors", "trajectories", "report", "cli", "audit")
+WITHOUT_TORCH = (
+    "recipe",
+    "decisions",
+    "store",
+    "ids",
+    "records",
+    "errors",
+    "trajectories",
+    "report",
+    "cli",
+    "audit",
+    "drill",
+)
 
 DOORS = {
     "os.fsync": {"store.operations"},
@@ -47,7 +59,7 @@ DOORS = {
     "os.getenv": {"cluster.context"},
     "os.putenv": {"cluster.context"},
 }
-MODULE_DOORS = {"subprocess": {"cluster.local", "cluster.slurm", "preparation"}}
+MODULE_DOORS = {"subprocess": {"cluster.local", "cluster.slurm", "preparation", "drill.command"}}
 
 
 @cache

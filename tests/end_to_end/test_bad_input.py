@@ -105,7 +105,7 @@ def test_a_read_only_directory(tmp_path: Path, cache: Path) -> None:
         ended = milesbatch("run", QUICK, "--run-dir", place / "run", cache=cache)
         check_clear(ended, 1, str(place / "run"), "ead-only")
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_disk_at_the_start(tmp_path: Path, cache: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_full_disk_at_the_start(tmp_path: Path, cache: Path) -> None:
         ended = milesbatch("run", QUICK, "--run-dir", place / "run", cache=cache)
         check_clear(ended, 1, str(place / "run"), "no space")
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def small_disk(place: Path) -> Command:
@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_nothing_is_lost(tmp_path: Path, 
         assert digests(place / "run") == digests(unbroken)
         assert fates(place / "run") == fates(unbroken)
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_disk_that_fills_up_is_waited_out_by_the_same_processes(tmp_path: Path, unbroken: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_is_waited_out_by_the_same_processes(tmp_path: Path
         assert len(before) == 4
         assert digests(place / "run") == digests(unbroken)
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def told(run: Path) -> str:

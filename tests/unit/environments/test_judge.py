@@ -1,5 +1,6 @@
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -96,11 +97,6 @@ def test_async_rewards_run_together_and_one_failure_stays_alone():
     assert "ValueError" in str(mixed[1].error)
 
 
-def test_a_request_to_exit_is_not_swallowed():
-    with pytest.raises(SystemExit):
-        judged("leaves")
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -134,3 +130,34 @@ def test_the_fingerprint_follows_the_functions_own_source(module, monkeypatch):
 def test_shipped_rewards_load():
     for name in ("exact_match", "last_number", "digit_match", "gym_score"):
         load_reward(f"milesbatch.environments.rewards:{name}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import sys; sys.exit(0)",
+        "import asyncio; raise asyncio.CancelledError",
+        "raise ValueError('bad \\ud800')",
+        "raise ValueError('x' * 3_000_000)",
+    ],
+    ids=["exit", "cancelled", "surrogate", "long"],
+)
+def test_nothing_of_the_users_ends_the_worker_or_spoils_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    (tmp_path / "wild.py").write_text(
+        f"def score(prompt, response):\n    {body}\n\nasync def later(prompt, response):\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wild", raising=False)
+    for name in ("score", "later"):
+        (judgement,) = Judge(f"wild:{name}").judge_all([(Prompt("p", (Message("user", "1"),), "1"), "1")])
+        assert judgement.error is not None
+        assert len(judgement.error.encode()) < 10_000
+
+
+def test_names_of_parts_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named.py").write_text("def score(prompt, response):\n    return {'\\ud800': 1.0}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    judgement = Judge("named:score").judge(Prompt("p", (Message("user", "1"),), "1"), "1")
+    assert [name.encode() for name in judgement.parts] == [b"\\ud800"]

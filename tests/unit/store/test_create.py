@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builders import flip, make_incarnation, make_recipe, make_run
+from builders import flip, make_incarnation, make_layout, make_recipe, make_run, past_incarnation
 
-from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.errors import CorruptArtefactError, InputError, RunHeldError, RunMismatchError
 from milesbatch.recipe.load import recipe_digest
 from milesbatch.store.create import commit_run, lay_out
-from milesbatch.store.durable import AlreadyExistsError, create_exclusively
+from milesbatch.store.durable import create_exclusively
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run, read_run_record
 
@@ -26,7 +26,7 @@ def test_a_run_exists_from_its_commit_on(tmp_path: Path) -> None:
     assert record.run_id.startswith("small-")
     assert record.recipe_digest == recipe_digest(recipe)
     assert [ref.path for ref in record.files] == ["recipe.yaml", "model/tokenizer/vocab.json"]
-    with pytest.raises(AlreadyExistsError):
+    with pytest.raises(RunHeldError):
         commit_run(layout, recipe, {"model": "m"})
     assert read_run_record(layout) == record
 
@@ -78,3 +78,23 @@ def test_damage_is_found(tmp_path: Path, name: str) -> None:
     flip(layout.root / name, 30, 0x01)
     with pytest.raises(CorruptArtefactError, match=name):
         open_run(layout, 1)
+
+
+def test_a_run_without_its_record_is_not_the_beginning_of_one(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    past_incarnation(layout)
+    layout.run_record.unlink(missing_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunMismatchError, match=r"run\.json is missing") as caught:
+        lay_out(layout, make_recipe(seed=99))
+    assert caught.value.exit_code == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_of_two_first_starts_the_second_is_told_to_wait(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    lay_out(layout, make_recipe())
+    commit_run(layout, make_recipe(), {})
+    with pytest.raises(RunHeldError, match="at the same time") as caught:
+        commit_run(layout, make_recipe(), {})
+    assert caught.value.exit_code == 75

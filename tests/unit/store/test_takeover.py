@@ -583,3 +583,22 @@ def test_the_run_can_be_taken_over_without_torch(layout: RunLayout) -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.check_output([sys.executable, "-c", script, str(layout.root)]) == b"2\n"
+
+
+def test_a_missing_incarnation_record_below_another_stops_the_start(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    past_incarnation(layout)
+    past_incarnation(layout)
+    layout.incarnation(1).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CorruptArtefactError, match=r"000001\.json is missing, but 000002\.json exists"):
+        take_over(layout, Claimant(), {})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_in_place_of_a_record_is_moved_away(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    (layout.batch(1)).mkdir()
+    (layout.batches / ".tmp-junk").mkdir()
+    taken = take_over(layout, Claimant(), {})
+    assert [path for path, _ in taken.quarantined] == ["batches/000001.json"]

@@ -79,7 +79,13 @@ def batch(layout: RunLayout, step: int, trained: list[GroupRef], rejected: list[
 
 def group_ref(group: int, ref: FileRef, version: int) -> GroupRef:
     return GroupRef(
-        group_id=group, path=ref.path, digest=ref.digest, content=ref.digest, version_min=version, version_max=version, samples=2
+        group_id=group,
+        path=ref.path,
+        digest=ref.digest,
+        content=ref.digest,
+        version_min=version,
+        version_max=version,
+        samples=2,
     )
 
 

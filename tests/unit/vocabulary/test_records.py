@@ -180,14 +180,25 @@ def test_newer_minor_version_with_a_key_that_is_not_known(record: Record) -> Non
         {"format": None},
         {"kind": ...},
         {"kind": ["batch"]},
-        {"step": ...},
-        {"step": "one"},
-        {"unknown": 1},
-        {"trained": [{"group_id": 1}]},
     ],
 )
 def test_a_right_digest_does_not_make_a_record(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptArtefactError, match=r"^p: "):
+        BatchRecord.from_bytes(forged(ALL[2], **changes), "p")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"step": ...}, "step"),
+        ({"step": "one"}, "step"),
+        ({"unknown": 1}, "unknown"),
+        ({"trained": [{"group_id": 1}]}, r"trained\.0"),
+    ],
+)
+def test_a_whole_record_that_is_not_understood_is_not_called_damaged(changes: dict[str, Any], field: str) -> None:
+    """What is called damaged is moved to quarantine, and all that follows it is made again."""
+    with pytest.raises(FormatVersionError, match=rf"^p is whole.*{field}"):
         BatchRecord.from_bytes(forged(ALL[2], **changes), "p")
 
 

@@ -15,6 +15,7 @@ from milesbatch.errors import DivergenceError, FencedError, StorageError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.digest import entries_digest, weights_digest
+from milesbatch.weights.follower import Follower
 from milesbatch.weights.listing import verify
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.reader import committed_versions, read_manifest
@@ -286,3 +287,23 @@ def test_the_same_history_gives_the_same_payload(
         publisher = new_publisher(layout)
         runs.append([publisher.publish(version, version_tensors(version).items(), {}).files for version in range(4)])
     assert all(first == second for first, second in pairwise(runs))
+
+
+@pytest.mark.parametrize("how", ["deleted", "flipped"])
+def test_a_replay_puts_lost_payload_back(layout: RunLayout, how: str) -> None:
+    versions = [{"a": torch.arange(64.0) + step / 3, "b": torch.ones(8) * step} for step in range(4)]
+    first = new_publisher(layout)
+    digests = [first.publish(version, tensors.items(), {}).weights_digest for version, tensors in enumerate(versions)]
+    victim = next(iter(layout.weights_version(2).glob("*.safetensors")))
+    if how == "deleted":
+        victim.unlink()
+    else:
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(data)
+    again = new_publisher(layout, 2)
+    for version, tensors in enumerate(versions):
+        assert again.publish(version, tensors.items(), {}).weights_digest == digests[version]
+    for version in range(4):
+        assert Follower(layout).advance_to(version).weights_digest == digests[version]
+    assert list(layout.quarantine.iterdir())
