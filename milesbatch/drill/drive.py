@@ -97,7 +97,7 @@ class _Drive:
         if self._broken is None:
             return None
         path = self._order.directory / "faults.yaml"
-        plan = self._broken.fault_plan(self._pending)
+        plan = self._broken.fault_plan(self._pending, self._actor.done.zombies)
         path.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False))
         return path
 

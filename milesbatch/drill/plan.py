@@ -8,7 +8,7 @@ unique over the whole plan, for each becomes one line of the verdict. The page b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -97,12 +97,18 @@ class DrillRun(BaseModel):
                 steps.append((act,))
         return steps
 
-    def fault_plan(self, pending: Sequence[tuple[Act, ...]]) -> FaultPlan:
+    def fault_plan(self, pending: Sequence[tuple[Act, ...]], zombies: Iterable[str] = ()) -> FaultPlan:
         """What the injector needs in the next start: the faults, and triggers for the acts that can come in it.
 
-        Those after an act that ends the start must wait, or their processes would be held before their turn.
+        Those after an act that ends the start must wait, or their processes would be held before their turn. While there
+        are ``zombies`` the controller is held between its seal and its sweep, which would take their temporary files away.
         """
-        triggers = []
+        triggers = [
+            Fault(
+                name=f"slow-{name}", role="controller", point="sync_directory:incarnations", action="delay", seconds=3.0
+            )
+            for name in zombies
+        ]
         for step in pending:
             triggers.append(step[0].trigger())
             if any(act.ends_start for act in step):

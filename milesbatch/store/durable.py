@@ -1,4 +1,4 @@
-"""How bytes become an artefact: the only user of the operations (``store/operations.py``) that change files.
+"""How bytes become an artefact, by the operations of ``store/operations.py``.
 
 Two ways to commit, both *durable before visible*:
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 QUICK = Path(__file__).parent / "quick.yaml"
-TIMEOUT_S = 240.0
+TIMEOUT_S = 800.0
 
 
 @dataclass
@@ -92,7 +92,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         return
 
 
-def wait_until(look: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
+def wait_until(look: Callable[[], Any], what: str, timeout_s: float = 400.0) -> Any:
     """Poll until ``look`` gives something true; returns it."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

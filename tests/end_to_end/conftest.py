@@ -12,6 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import QUICK, milesbatch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real processes on a machine of unknown load: a time limit only ends what hangs."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

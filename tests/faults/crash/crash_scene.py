@@ -18,7 +18,8 @@ from builders import make_recipe
 
 from milesbatch.algorithm.samples import TrainSample
 from milesbatch.backends.protocol import StepMetrics
-from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights, VersionSpan
+from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
+from milesbatch.ids import VersionSpan
 from milesbatch.recipe.models import Recipe
 from milesbatch.store.operations import current
 
