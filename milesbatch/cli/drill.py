@@ -25,6 +25,19 @@ from milesbatch.drill.plan import STANDARD, load_drill_plan
 from milesbatch.drill.verdict import DrillVerdict
 from milesbatch.errors import EXIT_NOT_WELL, InputError
 
+_COLUMNS = (
+    ("fault", "fault"),
+    ("seen", "detected s"),
+    ("resumed", "resumed s"),
+    ("replay", "steps replayed"),
+    ("lost", "lost"),
+    ("twice", "repeated"),
+    ("digest", "digest"),
+    ("verdict", "verdict"),
+)
+"""What fits into 80 columns: heading, and the column of the page."""
+_WIDTH = 120
+
 
 def drill(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
@@ -93,14 +106,18 @@ def _directory(keep: Path | None) -> Path:
 
 
 def _print(verdict: DrillVerdict) -> None:
-    console = Console()
-    table = Table(title=f"drill of {verdict.recipe}", title_justify="left")
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number < 3 else "right", overflow="fold")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    table = Table(title=f"drill of {verdict.recipe}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for number, (heading, _) in enumerate(_COLUMNS):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for fault in verdict.faults:
-        texts = [Text(text) for text in cells(fault)]
-        texts[2].stylize("green" if fault.ok else "bold red")
-        table.add_row(*texts)
+        texts = dict(zip(HEADINGS, cells(fault), strict=True))
+        table.add_row(
+            *(
+                Text(texts[name], style="" if heading != "verdict" else "green" if fault.ok else "bold red")
+                for heading, name in _COLUMNS
+            )
+        )
     console.print(table)
     for line in _lines(verdict):
         console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -50,6 +50,8 @@ app.add_typer(recipes.app, name="recipes")
 def main() -> None:
     """Entry point of the ``milesbatch`` command."""
     _open_closed_streams()
+    # As with `python -m`, which the roles are started with: a user's reward may lie in the working directory.
+    sys.path.insert(0, "")
     signal.signal(signal.SIGTERM, _stop)
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     is_debug = len(arguments) < len(sys.argv) - 1

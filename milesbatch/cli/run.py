@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from milesbatch.cli.recipes import find_recipe
 from milesbatch.cluster.context import runs_directory
 from milesbatch.errors import EXIT_TEMPFAIL, RunMismatchError
 from milesbatch.recipe.freeze import ABSENT, changed_keys
@@ -25,7 +26,7 @@ from milesbatch.store.run import frozen_recipe, read_run_record
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or the name of a shipped one.")],
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Run directory; default: $MILESBATCH_RUNS/NAME, or ./runs/NAME.")
     ] = None,
@@ -41,7 +42,7 @@ def run(
     from milesbatch.controller.loop import Ending
     from milesbatch.report.status import is_finished
 
-    wanted = load_recipe(recipe, changes or [])
+    wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
     layout = RunLayout(run_dir if run_dir is not None else runs_directory() / wanted.name)
     _refuse_unsafe_directory(layout)
     record = read_run_record(layout) or _make_run(layout, wanted)
@@ -49,11 +50,11 @@ def run(
     _check_fingerprints(record, wanted)
     if is_finished(layout, wanted.steps):
         _say(f"{layout.root} is finished: {wanted.steps} steps are trained")
-        _say_where_to_look(layout)
+        _say_where_to_look(layout, wanted.steps)
         return
     ending = _control(layout, wanted, recipe_changes)
     _say_ending(layout, ending.value)
-    _say_where_to_look(layout)
+    _say_where_to_look(layout, wanted.steps if ending is Ending.FINISHED else None)
     if ending is not Ending.FINISHED:
         raise typer.Exit(EXIT_TEMPFAIL)
 
@@ -147,16 +148,30 @@ def _say_ending(layout: RunLayout, ending: str) -> None:
         _say(f"  {line}")
 
 
-def _say_where_to_look(layout: RunLayout) -> None:
-    run = layout.root
+def _say_where_to_look(layout: RunLayout, finished_at: int | None) -> None:
+    run, program = layout.root, _program()
+    goes_on = (
+        "the same command again continues this run where it is"
+        if finished_at is None
+        else f"for more steps: the same command with --set steps={2 * finished_at}"
+    )
     _say(f"""
 where to look next:
-  milesbatch status {run}          state, versions, restarts
-  milesbatch traj stats {run}      reward, length and staleness by step
-  milesbatch traj show {run} 0     the first prompt group as conversations
-  milesbatch weights ls {run}      policy versions
-  mlflow ui --backend-store-uri sqlite:///{run}/tracking/mlflow.db
-the same command again continues this run where it is""")
+  {program} status {run}          state, versions, restarts
+  {program} traj stats {run}      reward, length and staleness by step
+  {program} traj show {run} 0     the first prompt group as conversations
+  {program} weights ls {run}      policy versions
+  {program} audit {run}           prove from the files that nothing was lost or repeated
+  {program.removesuffix("milesbatch")}mlflow ui --backend-store-uri sqlite:///{run}/tracking/mlflow.db
+{goes_on}""")
+
+
+def _program() -> str:
+    """The command as it was called, so that what is printed can be copied."""
+    called = Path(sys.argv[0])
+    if called.name != "milesbatch":
+        return "milesbatch"
+    return str(called.relative_to(Path.cwd())) if called.is_relative_to(Path.cwd()) else str(called)
 
 
 def _say(text: str) -> None:

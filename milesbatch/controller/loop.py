@@ -162,8 +162,8 @@ class ControllerLoop:
             raise RunFailedError(
                 f"{failures.share():.0%} of the last {len(failures.window)} episodes failed; allowed are {limit:.0%}"
                 f"\n  the first error was: {failures.first_error}",
-                mend="mend the environment or the reward function (or raise environment.max_failed_share), then give the"
-                " same command again",
+                mend="a run keeps the reward function that it began with: mend it and start a new run (--run-dir NEW); if what"
+                " failed lies outside of it, or environment.max_failed_share is to be raised, the same command goes on",
             )
 
     async def _drain_tracking(self) -> None:

@@ -41,7 +41,7 @@ def cells(fault: FaultVerdict) -> tuple[str, ...]:
         str(fault.groups_generated_again),
         str(fault.groups_lost),
         str(fault.groups_repeated),
-        {True: "equal", False: "DIFFERENT", None: "-"}[fault.digest_equal],
+        {True: "equal", False: "DIFFERS", None: "-"}[fault.digest_equal],
         "sound" if fault.audit_ok else "NOT SOUND",
         str(fault.starts),
     )

@@ -101,12 +101,11 @@ class DrillRun(BaseModel):
         """What the injector needs in the next start: the faults, and triggers for the acts that can come in it.
 
         Those after an act that ends the start must wait, or their processes would be held before their turn. While there
-        are ``zombies`` the controller is held between its seal and its sweep, which would take their temporary files away.
+        are ``zombies`` the controller is held between its seal and its sweep, which would take their temporary files away:
+        when it has committed the record and drops the temporary name.
         """
         triggers = [
-            Fault(
-                name=f"slow-{name}", role="controller", point="sync_directory:incarnations", action="delay", seconds=3.0
-            )
+            Fault(name=f"slow-{name}", role="controller", point="unlink:incarnations", action="delay", seconds=3.0)
             for name in zombies
         ]
         for step in pending:

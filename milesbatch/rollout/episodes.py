@@ -16,7 +16,7 @@ from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingP
 from milesbatch.environments.judge import Judge, Judgement
 from milesbatch.environments.prompts import Prompt, PromptStream, encode_prompt
 from milesbatch.ids import VersionSpan
-from milesbatch.recipe.models import Recipe
+from milesbatch.recipe.models import PretrainedModel, Recipe
 from milesbatch.trajectories.trajectory import Message, Trajectory
 
 
@@ -103,6 +103,9 @@ class EpisodeRunner:
         prompt, response = episode.request.prompt_tokens, completion.tokens
         newest = completion.versions[-1].version if completion.versions else None
         messages = [Message(m.role, m.content) for m in episode.prompt.messages]
+        model = self._recipe.model
+        if isinstance(model, PretrainedModel) and model.system_prompt is not None:
+            messages.insert(0, Message("system", model.system_prompt))
         return Trajectory(
             group_id=episode.group_id,
             sample_index=episode.sample_index,

@@ -169,9 +169,17 @@ def _changed(durable: Files, root: Path) -> list[str]:
                 problems.append(f"changed: {path}, which was committed")
         if data is not None and path.endswith(".arrow") and "/trajectories/" in path:
             name = Path(path).name
-            if not (root / path).exists() and not any(root.glob(f"run/quarantine/trajectories.{name}.*")):
+            is_there = (root / path).exists() or any(root.glob(f"run/quarantine/trajectories.{name}.*"))
+            if not is_there and not _has_twin(path, durable, root):
                 problems.append(f"lost: {path}, which was durable")
     return problems
+
+
+def _has_twin(path: str, durable: Files, root: Path) -> bool:
+    """Was the block made twice before the crash, and is the other file there? Then this one was on its way to quarantine,
+    and the power failed between the two names of its rename."""
+    block = Path(path).name.partition(".")[0]
+    return any(Path(p).name.startswith(f"{block}.") and p != path and (root / p).exists() for p in durable)
 
 
 def _is_immutable(path: str) -> bool:

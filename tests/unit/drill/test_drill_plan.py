@@ -71,7 +71,7 @@ def test_a_zombie_outlives_its_controller() -> None:
     (fault,) = run.fault_plan(run.steps()).faults
     assert (fault.action, fault.role, fault.point) == ("outlive", "rollout-1", "link:trajectories")
     (held,) = run.fault_plan([], ["z"]).faults
-    assert (held.action, held.role, held.point) == ("delay", "controller", "sync_directory:incarnations")
+    assert (held.action, held.role, held.point) == ("delay", "controller", "unlink:incarnations")
 
 
 def test_each_fault_of_a_fault_plan_gets_a_run(tmp_path: Path) -> None:
