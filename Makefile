@@ -8,7 +8,7 @@ RECIPE ?= recipes/tiny.yaml
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long check format docs bench clean
+.PHONY: help setup run test test-long crash drill check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,7 +31,13 @@ test: setup ## fast tests: unit, contract, faults and one short run end to end
 	$(BIN)/pytest -m "not long" -n $(TEST_WORKERS) --dist loadfile
 
 test-long: setup ## tests that take minutes: learning over seeds, many random kills
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -m long --ignore tests/faults/crash
+
+crash: setup ## continue a run from every crash point; prints how many there are and how many failed
+	$(BIN)/pytest tests/faults/crash -m long
+
+drill: setup ## break recipes/tiny.yaml on purpose (RECIPE=... for another) and compare with an unbroken run
+	$(BIN)/milesbatch drill $(RECIPE)
 
 check: setup ## format, lint, types, generated docs
 	$(BIN)/ruff format --check milesbatch tests benchmarks tools
@@ -49,6 +55,7 @@ docs: setup ## generate docs/recipe.md
 
 bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the same run
 	$(BIN)/python benchmarks/embedded_engine.py
+	$(BIN)/python benchmarks/audit_run.py
 
 clean: ## remove .venv and caches (never a run)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

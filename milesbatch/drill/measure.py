@@ -21,7 +21,8 @@ class Recovery:
     detected_s: float | None
     """Until the run noticed; None when nothing had to be noticed (a lost connection that was borne)."""
     resumed_s: float | None
-    """Until the next train step that was no replay was done; None when all steps were done before."""
+    """Until the next train step that was no replay was done, in the next incarnation when the fault ended this one; None when
+    all steps were done before."""
     steps_replayed: int
     """Between the two."""
 
@@ -43,10 +44,17 @@ def measure(fired: Fired, action: str, role: str, events: Sequence[Event]) -> Re
     later = [event for event in events if event["mono_s"] > fired.mono_s]
     is_sign = sign_of(fired, action, role)
     noticed = next((event for event in later if is_sign(event)), None)
-    steps = [event for event in later if event["event"] == "train_step" and event["process"] == "trainer-0"]
+    steps = [event for event in _resuming(action, later) if event["event"] == "train_step"]
+    steps = [event for event in steps if event["process"] == "trainer-0"]
     resumed = next((event for event in steps if not event["replayed"]), None)
     replayed = [e for e in steps if e["replayed"] and (resumed is None or e["mono_s"] < resumed["mono_s"])]
     return Recovery(_since(fired, noticed), _since(fired, resumed), len(replayed))
+
+
+def _resuming(action: str, later: Sequence[Event]) -> Sequence[Event]:
+    """Events that can be a resumption: when a run ends because of a fault, the step that it was in is none."""
+    starts = [number for number, event in enumerate(later) if event["event"] == "incarnation_started"]
+    return later[starts[0] :] if starts and action in ("preempt", "flip", "truncate") else later
 
 
 def sign_of(fired: Fired, action: str, role: str) -> Sign:

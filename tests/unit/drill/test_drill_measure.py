@@ -89,6 +89,19 @@ def test_the_sign_of_each_fault(action: str, role: str, fired: Fired, event: Eve
     assert measure(fired, action, role, others).detected_s is None
 
 
+def test_the_step_that_a_preempted_run_finishes_is_no_resumption() -> None:
+    events = [
+        at(1.5, "controller-0", "stopping", signal="SIGTERM"),
+        step(3.0, 4),
+        at(5.0, "controller-0", "incarnation_started"),
+        step(9.0, 5),
+    ]
+    found = measure(Fired("drill", 0, 1.0), "preempt", "trainer-0", events)
+    assert (found.detected_s, found.resumed_s) == (0.5, 8.0)
+    assert measure(Fired("trainer-0", 0, 1.0), "delay", "trainer-0", events).resumed_s == 2.0
+    assert measure(Fired("trainer-0", 0, 1.0, "weights/000002/x"), "flip", "trainer-0", events[:2]).resumed_s == 2.0
+
+
 def test_damage_is_found_where_it_is_named() -> None:
     fired = Fired("drill", 0, 1.0, "checkpoints/000003/shards.i000001/__0_0.distcp")
     other = at(2.0, "controller-0", "incarnation_started", quarantined=[["weights/000003/manifest.json", "damaged"]])
