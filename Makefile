@@ -8,7 +8,7 @@ RECIPE ?= recipes/tiny.yaml
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long crash drill check format docs bench clean
+.PHONY: help setup run test test-long crash drill soak check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ crash: setup ## continue a run from every crash point; prints how many there are
 
 drill: setup ## break recipes/tiny.yaml on purpose (RECIPE=... for another) and compare with an unbroken run
 	$(BIN)/milesbatch drill $(RECIPE)
+
+soak: setup ## hundreds of steps with random faults for 20 minutes, compared with an unbroken run
+	$(BIN)/python tools/soak.py --minutes 20
 
 check: setup ## format, lint, types, generated docs
 	$(BIN)/ruff format --check milesbatch tests benchmarks tools

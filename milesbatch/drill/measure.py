@@ -68,7 +68,8 @@ def sign_of(fired: Fired, action: str, role: str) -> Sign:
         signs = ("waiting_for_space", "process_ended")
         return lambda event: event["event"] in signs and fired.process in (event["process"], event.get("name"))
     if action == "delay":
-        return lambda event: event["process"] == fired.process and event.get("accepted") is False
+        # The other worker's file is the late one when it was the slower of the two.
+        return lambda event: event.get("accepted") is False
     if action == "partition":
         return lambda event: _has_died(event) and bool(event["name"] == fired.process)
     if action in ("power_cut", "kill_controller", "zombie", "outlive") or role.startswith("controller"):
