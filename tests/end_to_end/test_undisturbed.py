@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 import torch
 from command import QUICK, Command, digests, events, fates, milesbatch, status
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -150,3 +152,11 @@ def test_the_looking_commands_need_no_torch(unbroken: Path) -> None:
         f"app(['weights', 'verify', {str(unbroken)!r}], standalone_mode=False)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("closing", ["2>&1 | head -1", ">&- 2>/dev/null", "2>&- <&-"])
+def test_a_reader_that_goes_away_does_not_stop_a_run(cache: Path, tmp_path: Path, closing: str) -> None:
+    line = f"{sys.executable} -m milesbatch.cli.main run {QUICK} --run-dir {tmp_path / 'run'} --set steps=2 {closing}"
+    subprocess.run(["sh", "-c", line], check=True, env={**os.environ, "MILESBATCH_CACHE": str(cache)})
+    assert len(digests(tmp_path / "run")) == 3
