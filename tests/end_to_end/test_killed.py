@@ -12,7 +12,7 @@ from command import QUICK, Command, digests, events, fates, kill, milesbatch, st
 
 def run_until_killed(run: Path, cache: Path, seconds: float) -> bool:
     """Start the run and cut its power after ``seconds``; True when it had finished before."""
-    command = Command("run", QUICK, "--run-dir", run, cache=cache)
+    command = Command("run", QUICK, "--run-dir", run, *LONGER, cache=cache)
     try:
         ended = command.process.wait(timeout=seconds)
     except Exception:  # noqa: BLE001 - subprocess.TimeoutExpired: it still runs
@@ -41,22 +41,29 @@ def test_killed_after_a_few_steps_and_continued(unbroken: Path, cache: Path, tmp
     assert any(event["replays"] > 0 for event in events(run, "trainer-0", "resume"))
 
 
+LONGER = ("--set", "steps=60")
+
+
+@pytest.fixture(scope="module")
+def longer_unbroken(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("longer") / "run"
+    ended = milesbatch("run", QUICK, "--run-dir", run, *LONGER, cache=cache)
+    assert ended.code == 0, ended.err
+    return run
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_random_moments(unbroken: Path, cache: Path, tmp_path: Path, seed: int) -> None:
-    """Any moment from the first import to the last checkpoint; at least five kills hit."""
+def test_killed_at_random_moments(longer_unbroken: Path, cache: Path, tmp_path: Path, seed: int) -> None:
+    """Five power cuts at any moment from the first import on."""
     moments = random.Random(seed)
     run = tmp_path / "run"
-    kills = 0
-    while kills < 5:
-        if run_until_killed(run, cache, moments.uniform(3.0, 14.0)):
-            break
-        kills += 1
-    ended = milesbatch("run", QUICK, "--run-dir", run, cache=cache)
+    for _ in range(5):
+        assert not run_until_killed(run, cache, moments.uniform(2.0, 11.0)), "it was too quick for five kills"
+    ended = milesbatch("run", QUICK, "--run-dir", run, *LONGER, cache=cache)
     assert ended.code == 0, ended.err
-    assert kills >= 3, "the kills did not hit; shorten the moments"
-    check_equal(run, unbroken)
+    check_equal(run, longer_unbroken)
 
 
 def test_a_killed_worker_and_a_killed_rank_are_replaced(unbroken: Path, cache: Path, tmp_path: Path) -> None:
