@@ -141,3 +141,9 @@ def events(run: Path, process: str, name: str) -> list[dict[str, Any]]:
     for path in sorted((run / "events").glob(f"{process}.i*.jsonl")):
         found += [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == name]
     return found
+
+
+def check_equal(run: Path, unbroken: Path) -> None:
+    """A disturbed run has the digests and fates of the undisturbed one."""
+    assert digests(run) == digests(unbroken)
+    assert fates(run) == fates(unbroken)
