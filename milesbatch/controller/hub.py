@@ -72,7 +72,6 @@ class Hub:
         self.peers: dict[str, Peer] = {}
         self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
         self.throughput = Throughput()
-        self.last_metrics: dict[str, float] = {}
         self.last_checkpoint = -1
         self.is_stopping = False
         self.is_finished = False

@@ -78,7 +78,6 @@ class ControllerServer:
             return self._told(message)
 
         async def step_done(message: wire.StepDone) -> wire.Message:
-            hub.last_metrics = dict(message.metrics)
             return self._told(message)
 
         async def checkpointed(message: wire.Checkpointed) -> wire.Message:
