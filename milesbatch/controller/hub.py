@@ -68,11 +68,11 @@ class Hub:
         """Block -> the file that its accepted commit named."""
         self.last_step = 0
         self.published = -1
-        self.weights_digest = ""
+        self.unreachable: dict[int, str] = {}
+        """Published versions that a worker could not rebuild, and what it found, until they are published again."""
         self.peers: dict[str, Peer] = {}
         self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
         self.throughput = Throughput()
-        self.last_checkpoint = -1
         self.is_stopping = False
         self.is_finished = False
         self._rendezvous: tuple[int, str] | None = None
@@ -80,14 +80,11 @@ class Hub:
 
     # -- state from disk --------------------------------------------------------------------------------------------
 
-    def restore(
-        self, fates: FateTable, ready: Iterable[GroupRef], checkpoints: Iterable[int], last_version: int
-    ) -> None:
+    def restore(self, fates: FateTable, ready: Iterable[GroupRef], last_version: int) -> None:
         """Take in what a take-over accepted. Published versions stay in use while the trainer is still loading."""
         self.published = last_version
         self._decided = set(fates.fates)
         self.last_step = fates.last_step
-        self.last_checkpoint = max(checkpoints, default=-1)
         self.ready = {group.group_id: group for group in ready if group.group_id not in self._decided}
         size = self._leases.block_size
         done = {self._leases.block_of(group_id) for group_id in (*self._decided, *self.ready)}
@@ -185,10 +182,14 @@ class Hub:
             if self.is_stopping:
                 return wire.BatchAnswer(ready=False, stop=True)
             choice = choose_batch(self.rule, request.step, self.ready)
+            unreachable = tuple(sorted(self.unreachable))
             if choice is not None:
-                return wire.BatchAnswer(ready=True, trained=choice.trained, rejected=choice.rejected)
-            if not await self._wait_for_change(deadline_s):
-                return wire.BatchAnswer(ready=False, missing=len(missing_groups(self.rule, request.step, self.ready)))
+                return wire.BatchAnswer(
+                    ready=True, trained=choice.trained, rejected=choice.rejected, unreachable=unreachable
+                )
+            if unreachable or not await self._wait_for_change(deadline_s):
+                missing = len(missing_groups(self.rule, request.step, self.ready))
+                return wire.BatchAnswer(ready=False, missing=missing, unreachable=unreachable)
 
     async def regenerate(self, request: wire.RegenerateRequest) -> wire.RegenerateAnswer:
         """Have blocks that were trained on before generated again, each once; the answer comes when they are there."""
@@ -211,9 +212,22 @@ class Hub:
         self._wake()
 
     def publish(self, message: wire.Published) -> None:
-        if message.version >= self.published:
-            self.published, self.weights_digest = message.version, message.weights_digest
+        self.published = max(self.published, message.version)
+        self.unreachable.pop(message.version, None)
+        if not self.rule.bitwise:  # nobody needs an older one once there is a newer one
+            self.unreachable = {v: what for v, what in self.unreachable.items() if v > message.version}
         self._wake()
+
+    async def report_unreachable(self, message: wire.Unreachable) -> wire.UnreachableAnswer:
+        """A worker cannot rebuild a version; answered when the trainer has published it again."""
+        if message.what:
+            self.unreachable[message.version] = message.what
+            self._wake()
+        deadline_s = time.monotonic() + message.wait_s
+        while message.version in self.unreachable:
+            if not await self._wait_for_change(deadline_s):
+                return wire.UnreachableAnswer(pending=True)
+        return wire.UnreachableAnswer(pending=False)
 
     def finish(self) -> None:
         self.is_finished = True

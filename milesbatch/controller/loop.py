@@ -73,7 +73,7 @@ class ControllerLoop:
         self.hub = Hub(recipe)
         found = incarnation.found
         ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
-        self.hub.restore(found.fates, ready, found.checkpoints, found.last_version)
+        self.hub.restore(found.fates, ready, found.last_version)
         token = secrets.token_hex(16)
         self._server = ControllerServer(self.hub, token, incarnation.number, "127.0.0.1", self._progress)
         base = RoleContext(

@@ -77,11 +77,13 @@ class ControllerServer:
             hub.publish(message)
             return self._told(message)
 
+        async def to_publish_again(message: wire.UnreachableRequest) -> wire.Message:
+            return wire.UnreachableVersions(versions=tuple(sorted(hub.unreachable)))
+
         async def step_done(message: wire.StepDone) -> wire.Message:
             return self._told(message)
 
         async def checkpointed(message: wire.Checkpointed) -> wire.Message:
-            hub.last_checkpoint = max(hub.last_checkpoint, message.step)
             return self._told(message)
 
         async def finished(message: wire.Finished) -> wire.Message:
@@ -101,6 +103,8 @@ class ControllerServer:
                 self._route("checkpointed", wire.Checkpointed, checkpointed),
                 self._route("finished", wire.Finished, finished),
                 self._route("regenerate", wire.RegenerateRequest, hub.regenerate),
+                self._route("unreachable", wire.Unreachable, hub.report_unreachable),
+                self._route("to-publish-again", wire.UnreachableRequest, to_publish_again),
                 self._route("rendezvous", wire.Rendezvous, hub.rendezvous),
                 Route("/v1/status", self._status, methods=["GET"]),
             ]

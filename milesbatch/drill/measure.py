@@ -81,9 +81,13 @@ def sign_of(fired: Fired, action: str, role: str) -> Sign:
 
 def _names(event: Event, place: str) -> bool:
     """Is the artefact at ``place`` (``checkpoints/000003``) named as damaged: quarantined, or as why a process died?"""
-    if not place or event["event"] not in ("incarnation_started", "quarantined", "damaged", "process_ended", "failed"):
+    if not place or event["event"] not in _NAMING:
         return False
     return _has_died(event) or place in _text(event)
+
+
+_NAMING = ("incarnation_started", "quarantined", "damaged", "weights_unreachable", "process_ended", "failed")
+"""Events that name damaged artefacts."""
 
 
 def _has_died(event: Event) -> bool:

@@ -24,6 +24,7 @@ from milesbatch.engines.protocol import Completion, RolloutEngine
 from milesbatch.errors import DataError
 from milesbatch.faults.points import point
 from milesbatch.rollout.episodes import Episode, EpisodeRunner
+from milesbatch.rollout.reaching import WeightsReach
 from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.events import EventLog
 from milesbatch.store.fence import Fence
@@ -71,13 +72,13 @@ class WorkerLoop:
         self._recipe = run.recipe
         self._engine = engine
         self._runner = runner
-        self._follower = follower
+        self._is_bitwise = run.recipe.determinism == "bitwise"
+        self._reach = WeightsReach(follower, controller, pulse, events, is_bitwise=self._is_bitwise)
         self._controller = controller
         self._pulse = pulse
         self._events = events
         self._metadata = metadata
         self._fence = Fence(run.layout, context.incarnation)
-        self._is_bitwise = run.recipe.determinism == "bitwise"
         self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
         self._digests: dict[int, str] = {}
         self._open: list[OpenLease] = []
@@ -145,7 +146,8 @@ class WorkerLoop:
         if self._engine.policy_version == version:
             return
         began_s = time.monotonic()
-        weights = self._follower.advance_to(version)
+        weights = self._reach.reach(version)
+        version = weights.version
         prepared_s = time.monotonic() - began_s
         paused_s = self._engine.activate(weights)
         self._digests[version] = weights.weights_digest

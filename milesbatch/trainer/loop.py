@@ -105,7 +105,10 @@ class TrainerLoop:
         incarnations = read_incarnations(self._layout)
         found = survey(self._layout, incarnations)
         settle(self._layout, incarnations, found)
-        plan = plan_resume(found.checkpoints, len(found.batches), found.last_version)
+        lost = self._controller.ask("to-publish-again", wire.UnreachableRequest(), wire.UnreachableVersions).versions
+        self._publishing.distrust(lost)
+        last_version = min([found.last_version, *(version - 1 for version in lost)])
+        plan = plan_resume(found.checkpoints, len(found.batches), last_version)
         divergences: tuple[int, ...] = ()
         if plan.from_checkpoint:
             divergences = read_checkpoint(self._layout, plan.checkpoint_step).divergences
@@ -114,7 +117,7 @@ class TrainerLoop:
             checkpoint=plan.checkpoint_step if plan.from_checkpoint else None,
             replays=len(plan.replayed),
             last_batch=plan.last_batch,
-            last_version=found.last_version,
+            last_version=last_version,
         )
         return Resume(plan, tuple(found.batches), divergences)
 
@@ -158,6 +161,7 @@ class TrainerLoop:
             answer = self._controller.batch(step)
             if answer.stop:
                 return None
+            self._mend_weights(answer.unreachable)
             if answer.ready:
                 break
         self._pulse.state = "training"
@@ -174,6 +178,16 @@ class TrainerLoop:
         )
         self._patience.until_space(lambda: commit_batch_record(self._layout, record, self.fence))
         return record
+
+    def _mend_weights(self, unreachable: tuple[int, ...]) -> None:
+        """Rank 0: workers cannot rebuild these versions. Without bitwise mode they only need the newest one."""
+        if not unreachable:
+            return
+        versions = unreachable if self._recipe.determinism == "bitwise" else (self._publishing.version,)
+        self._events.write("weights_mended", versions=list(versions))
+        self._publishing.mend(versions)
+        for version in versions:
+            self._controller.tell("published", wire.Published(version=version))
 
     def _train(self, record: BatchRecord, *, is_replay: bool, began_s: float) -> None:
         point("trainer.recorded")
@@ -296,8 +310,7 @@ class TrainerLoop:
 
     def _tell_published(self) -> None:
         if self._is_first:
-            message = wire.Published(version=self._publishing.version, weights_digest=self._publishing.weights_digest)
-            self._controller.tell("published", message)
+            self._controller.tell("published", wire.Published(version=self._publishing.version))
 
     def _tell_full(self, text: str) -> None:
         """A full disk: no heartbeat may take the wait for a hang."""

@@ -8,6 +8,7 @@ keeps the published version as what the rollouts used, and notes the step in eve
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -59,6 +60,30 @@ class Publishing:
                 self._publisher.seed(version)
             except (CorruptArtefactError, StorageError):
                 return  # damaged or not there: no base for a delta: the next version is published as a keyframe
+
+    def distrust(self, versions: Iterable[int]) -> None:
+        """Rank 0: these versions cannot be reached by the workers; a replay publishes each again, as a keyframe."""
+        if self._publisher is not None:
+            self._publisher.distrust(versions)
+
+    def mend(self, versions: Collection[int]) -> None:
+        """Rank 0, which has published everything up to ``self.version``: make ``versions`` reachable, if it can.
+
+        A version that can be rebuilt from the files now needs nothing (the report came late, or the reader was at fault).
+
+        Raises:
+            CorruptArtefactError: a version older than the newest is lost: only a replay can make it again.
+        """
+        assert self._publisher is not None
+        for version in sorted(versions):
+            if self._publisher.can_rebuild(version):
+                continue
+            if version != self._publisher.snapshot_version:
+                raise CorruptArtefactError(
+                    f"policy version {version} cannot be rebuilt from the files, and workers need it",
+                    mend="nothing: the trainer starts again and publishes it from a replay",
+                )
+            self._publisher.republish()
 
     def publish(self, version: int) -> dict[str, float]:
         """Make the backend's weights policy ``version`` (all ranks); figures on rank 0.

@@ -100,6 +100,8 @@ class Publisher:
         self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
         self._before_commit, self._accept, self._patience = before_commit, accept, patience
         self._snapshot: _Snapshot | None = None
+        self._tied: Mapping[str, str] = {}
+        self._distrusted: set[int] = set()
 
     @property
     def snapshot_version(self) -> int | None:
@@ -114,8 +116,39 @@ class Publisher:
             StorageError: it is not published, or cannot be read.
         """
         copy = rebuild(self._layout, version, accept=self._accept)
-        self._snapshot = _Snapshot(version, copy.tensors)
+        self._snapshot, self._tied = _Snapshot(version, copy.tensors), dict(copy.manifest.tied)
         return copy.manifest
+
+    def can_rebuild(self, version: int) -> bool:
+        """Can a follower that starts now reach ``version``? Reads a whole chain.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        try:
+            rebuild(self._layout, version, accept=self._accept)
+        except CorruptArtefactError:
+            return False
+        return True
+
+    def distrust(self, versions: Iterable[int]) -> None:
+        """Followers cannot reach these committed versions: each is committed again, as a keyframe, when it is published."""
+        self._distrusted.update(versions)
+
+    def republish(self) -> WeightsManifest | None:
+        """Commit the snapshot again, as a keyframe of the same weights digest; None when there is no snapshot.
+
+        For a version that followers cannot reach any more while the trainer still holds it. The damaged artefact goes to
+        quarantine; until the new one is committed the version is missing. Killed between: a replay publishes it again.
+
+        Raises:
+            FencedError, StorageError: not committed; the same call can be made again.
+        """
+        if self._snapshot is None:
+            return None
+        version, tensors = self._snapshot.version, self._snapshot.tensors
+        draft = _Draft(dict(tensors), {name: tensor.digest for name, tensor in tensors.items()})
+        return self._patience.until_space(lambda: self._commit_again(version, draft, None, self._tied))
 
     def digest_only(self, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str] | None = None) -> str:
         """Weights digest that :meth:`publish` would record, without publishing; ``tied`` aliases do not count."""
@@ -142,7 +175,7 @@ class Publisher:
             StorageError: not committed; the same call can be made again.
         """
         existing = self._committed(version)
-        is_damaged = existing is not None and not self._is_whole(existing)
+        is_damaged = existing is not None and (version in self._distrusted or not self._is_whole(existing))
         base = self._base(version) if existing is None or is_damaged else None
         draft = _draft(_stored(named, tied), base)
         if not draft.tensors:
@@ -158,18 +191,20 @@ class Publisher:
                 f"(incarnation {manifest.incarnation}), but computed again it has {draft.digest}",
                 mend="look for a non-deterministic kernel or a changed environment, or set checkpoint.on_divergence",
             )
-        self._snapshot = _Snapshot(version, draft.tensors)
+        self._snapshot, self._tied = _Snapshot(version, draft.tensors), dict(tied)
+        self._distrusted.discard(version)
         return manifest
 
     def _committed(self, version: int) -> WeightsManifest | None:
-        manifest = read_manifest(self._layout, version)
-        if manifest is None or self._accept(manifest):
-            return manifest
-        move_to_quarantine(
-            self._layout.weights_version(version),
-            self._layout.quarantine,
-            f"policy version {version} of incarnation {manifest.incarnation} was committed after it had been fenced out",
-        )
+        try:
+            manifest = read_manifest(self._layout, version)
+        except CorruptArtefactError as error:
+            reason = error.what
+        else:
+            if manifest is None or self._accept(manifest):
+                return manifest
+            reason = f"policy version {version} of incarnation {manifest.incarnation} came after it had been fenced out"
+        move_to_quarantine(self._layout.weights_version(version), self._layout.quarantine, reason)
         return None
 
     def _is_whole(self, manifest: WeightsManifest) -> bool:
@@ -194,7 +229,7 @@ class Publisher:
     def _base(self, version: int) -> Mapping[str, RawTensor] | None:
         """Tensors of ``version - 1`` for a delta; None when only a keyframe is possible."""
         snapshot = self._snapshot
-        if version == 0 or snapshot is None:
+        if version == 0 or snapshot is None or version in self._distrusted:
             return None
         if snapshot.version == version - 1:
             return snapshot.tensors
@@ -206,7 +241,7 @@ class Publisher:
         )
 
     def _is_keyframe_due(self, version: int) -> bool:
-        return version % self._keyframe_every == 0
+        return version % self._keyframe_every == 0 or version in self._distrusted
 
     def _commit(
         self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]

@@ -87,6 +87,11 @@ class Controller:
         request = wire.RegenerateRequest(groups=groups, wait_s=_WAIT_S)
         return self.ask("regenerate", request, wire.RegenerateAnswer).groups
 
+    def unreachable(self, version: int, what: str) -> bool:
+        """Say that a policy version cannot be rebuilt (``what`` empty: ask again); True while it is not mended."""
+        request = wire.Unreachable(name=self._context.name, version=version, what=what, wait_s=_WAIT_S)
+        return self.ask("unreachable", request, wire.UnreachableAnswer).pending
+
     def tell(self, path: str, message: wire.Message) -> None:
         self.ask(path, message, wire.Ok)
 

@@ -88,6 +88,8 @@ class BatchAnswer(Message):
     rejected: tuple[Rejection, ...] = ()
     missing: int = 0
     """Groups that are still missing."""
+    unreachable: tuple[int, ...] = ()
+    """Policy versions that a worker needs and cannot rebuild from the files: publish them again."""
 
 
 class Recorded(Message):
@@ -101,7 +103,6 @@ class Published(Message):
     """Policy version is published (its manifest is committed)."""
 
     version: int
-    weights_digest: str
 
 
 class StepDone(Message):
@@ -132,6 +133,29 @@ class RegenerateRequest(Message):
 class RegenerateAnswer(Message):
     groups: tuple[GroupRef, ...]
     """The groups, once all of them are there; empty: ask again."""
+
+
+class Unreachable(Message):
+    """A worker cannot rebuild a policy version (damage on every way to it), or asks again whether that is mended."""
+
+    name: str
+    version: int
+    what: str
+    """What was found; empty: only asks."""
+    wait_s: float
+
+
+class UnreachableAnswer(Message):
+    pending: bool
+    """The version has not been published again yet: ask again."""
+
+
+class UnreachableRequest(Message):
+    """The trainer asks, when it starts, which policy versions it must publish again."""
+
+
+class UnreachableVersions(Message):
+    versions: tuple[int, ...]
 
 
 class PendingRequest(Message):

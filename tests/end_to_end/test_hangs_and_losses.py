@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from command import QUICK, Command, check_equal, events, kill, milesbatch, wait_until
+
+from milesbatch.wire import messages as wire
 
 
 @pytest.mark.parametrize("role", ["rollout-1", "trainer-1"])
@@ -42,3 +45,56 @@ def test_a_lost_trajectory_file_of_a_recorded_step_is_generated_again(
     check_equal(run, unbroken)
     assert events(run, "trainer-0", "regenerating")[0]["groups"] == [24, 25, 26, 27]
     assert bool(list((run / "quarantine").glob(f"*{victim.name}*"))) == (how == "flipped")
+
+
+def test_weights_damaged_while_the_run_is_live_are_published_again(
+    unbroken: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers say what they cannot rebuild; the trainer still holds it and publishes it again; nothing stops."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("faults: [{name: flip, role: trainer-0, point: 'link:weights', nth: 7, action: flip}]")
+    monkeypatch.setenv("MILESBATCH_FAULTS", str(plan))
+    run = tmp_path / "run"
+    ended = milesbatch("run", QUICK, "--run-dir", run, cache=cache)
+    assert ended.code == 0, ended.err
+    assert len(list((run / "incarnations").glob("*.json"))) == 1
+    assert [event for name in ("rollout-0", "rollout-1") for event in events(run, name, "weights_unreachable")]
+    assert events(run, "trainer-0", "weights_mended")
+    assert list((run / "quarantine").glob("*"))
+    assert milesbatch("audit", run, cache=cache).code == 0
+    check_equal(run, unbroken)
+
+
+def test_damaged_weights_that_the_trainer_has_left_behind_come_out_of_a_replay(
+    unbroken: Path, cache: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = Command("run", QUICK, "--run-dir", run, "--set", "checkpoint.every=7", cache=cache)
+    wait_until((run / "batches" / "000004.json").exists, "step 4 is recorded")
+    (victim,) = (run / "weights" / "000002").glob("delta.*")
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    _report(command.child("rollout-0"), version=2)
+    ended = command.wait()
+    assert ended.code == 0, ended.err
+    assert [event["last_version"] for event in events(run, "trainer-0", "resume")] == [-1, 1]
+    assert len(list((run / "incarnations").glob("*.json"))) == 1
+    assert milesbatch("audit", run, cache=cache).code == 0
+    check_equal(run, unbroken)
+
+
+def _report(worker: int, version: int) -> None:
+    """Say what a worker would say that needs ``version`` now."""
+    words = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
+    told = dict(word.split("=", 1) for word in words if "=" in word)
+    message = wire.Unreachable(name="rollout-0", version=version, what="a flipped bit", wait_s=0.0)
+    httpx.post(
+        told["MILESBATCH_ROLE_CONTROLLER_URL"] + "/v1/unreachable",
+        content=message.model_dump_json(),
+        headers={
+            "x-milesbatch-token": told["MILESBATCH_ROLE_TOKEN"],
+            "x-milesbatch-incarnation": told["MILESBATCH_ROLE_INCARNATION"],
+        },
+        trust_env=False,
+    ).raise_for_status()

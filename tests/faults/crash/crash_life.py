@@ -79,7 +79,7 @@ def live(layout: RunLayout, recipe: Recipe, script: Script = Script(), open_even
     found = incarnation.found
     hub = Hub(recipe)
     ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
-    hub.restore(found.fates, ready, found.checkpoints, found.last_version)
+    hub.restore(found.fates, ready, found.last_version)
     LivenessHint(layout, incarnation.number, "http://nowhere").beat()
     with contextlib.ExitStack() as stack:
         _Life(open_run(layout, incarnation.number), incarnation.number, hub, script, open_events, stack).run()
@@ -227,10 +227,12 @@ class _TrainerSide:
     def regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
         raise AssertionError(f"groups {groups} were trained on, and a crash lost their file")
 
-    def ask(self, path: str, message: wire.Message, kind: type[wire.PendingAnswer]) -> wire.PendingAnswer:
-        assert path == "pending"
+    def ask(self, path: str, message: wire.Message, kind: type[wire.Message]) -> wire.Message:
         hub = self._life.hub
-        return kind(groups=tuple(hub.ready[group_id] for group_id in sorted(hub.ready)))
+        if path == "to-publish-again":
+            return wire.UnreachableVersions(versions=tuple(hub.unreachable))
+        assert path == "pending"
+        return wire.PendingAnswer(groups=tuple(hub.ready[group_id] for group_id in sorted(hub.ready)))
 
     def tell(self, path: str, message: wire.Message) -> None:
         hub = self._life.hub
@@ -238,8 +240,6 @@ class _TrainerSide:
             hub.recorded(message)
         elif isinstance(message, wire.Published):
             hub.publish(message)
-        elif isinstance(message, wire.Checkpointed):
-            hub.last_checkpoint = max(hub.last_checkpoint, message.step)
         elif isinstance(message, wire.Finished):
             hub.finish()
 

@@ -20,7 +20,7 @@ from milesbatch.wire import messages as wire
 
 def make_hub(published: int = 0, **changes: Any) -> Hub:
     hub = Hub(make_recipe(**changes))
-    hub.publish(wire.Published(version=published, weights_digest="d"))
+    hub.publish(wire.Published(version=published))
     return hub
 
 
@@ -71,19 +71,19 @@ def beat(hub: Hub, activity: int, state: str = "generating", pid: int = 1, name:
 def test_bitwise_leases_wait_for_their_version() -> None:
     hub = Hub(make_recipe())
     assert lease(hub) == wire.LeaseAnswer()
-    hub.publish(wire.Published(version=0, weights_digest="d"))
+    hub.publish(wire.Published(version=0))
     # Staleness 1: steps 1 and 2 are made by version 0, step 3 by version 1.
     assert [lease(hub).groups for _ in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert lease(hub).groups == ()
-    hub.publish(wire.Published(version=1, weights_digest="d"))
+    hub.publish(wire.Published(version=1))
     answer = lease(hub)
     assert (answer.groups, answer.version, answer.block) == ((8, 9), 1, 4)
 
 
 def test_a_late_message_does_not_turn_the_version_back() -> None:
     hub = make_hub(3)
-    hub.publish(wire.Published(version=1, weights_digest="old"))
-    assert (hub.published, hub.weights_digest) == (3, "d")
+    hub.publish(wire.Published(version=1))
+    assert hub.published == 3
 
 
 def test_bitwise_leases_end_with_the_last_step() -> None:
@@ -205,7 +205,7 @@ def test_a_relaxed_run_with_late_groups_comes_to_its_end() -> None:
             assert answer.groups
             hub.commit(request(answer.block, hub.published, size=1))
         record(hub, step)
-        hub.publish(wire.Published(version=step, weights_digest="d"))
+        hub.publish(wire.Published(version=step))
     while (answer := lease(hub)).groups:
         hub.commit(request(answer.block, hub.published, size=1))
     hub.commit(request(0, 0, size=1))
@@ -231,7 +231,7 @@ def test_long_polls_wake_at_once() -> None:
         step = asyncio.create_task(hub.batch(wire.BatchRequest(step=1, wait_s=20.0)))
         meeting = asyncio.create_task(hub.rendezvous(wire.Rendezvous(attempt=2, address=None, wait_s=20.0)))
         await asyncio.sleep(0.01)
-        hub.publish(wire.Published(version=0, weights_digest="d"))
+        hub.publish(wire.Published(version=0))
         assert sorted([(await task).block for task in leases]) == [0, 1, 2]
         hub.commit(request(0))
         await asyncio.sleep(0.01)
@@ -318,13 +318,13 @@ def restored(root: Path, **changes: Any) -> Hub:
     found = survey(layout, read_incarnations(layout))
     ready: list[GroupRef] = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
     hub = Hub(make_recipe(**changes))
-    hub.restore(found.fates, ready, found.checkpoints, found.last_version)
+    hub.restore(found.fates, ready, found.last_version)
     return hub
 
 
 def test_restored_state(tmp_path: Path) -> None:
     hub = restored(tmp_path / "run")
-    assert (hub.published, hub.last_step, hub.last_checkpoint) == (1, 2, -1)
+    assert (hub.published, hub.last_step) == (1, 2)
     assert sorted(hub.ready) == [8, 9, 12, 13]
     assert [lease(hub).block for _ in range(2)] == [5, -1]  # 4 and 6 are done; 7 needs version 2
     assert not hub.commit(request(0, file="b")).accepted
@@ -344,7 +344,7 @@ def test_a_block_that_is_partly_decided_is_made_again_for_the_rest(tmp_path: Pat
     commit_batch(layout, 1, write_groups(layout, [0]))
     found = survey(layout, read_incarnations(layout))
     hub = Hub(make_recipe(determinism="relaxed"))
-    hub.restore(found.fates, [], [], 0)
+    hub.restore(found.fates, [], 0)
     assert lease(hub).groups == (0, 1)
     assert hub.commit(request(0)).accepted
     assert sorted(hub.ready) == [1]
@@ -352,7 +352,7 @@ def test_a_block_that_is_partly_decided_is_made_again_for_the_rest(tmp_path: Pat
 
 def test_nothing_to_restore() -> None:
     hub = Hub(make_recipe())
-    hub.restore(FateTable(), [], [], -1)
+    hub.restore(FateTable(), [], -1)
     assert (hub.published, hub.last_step, hub.ready) == (-1, 0, {})
     assert lease(hub).groups == ()
 
@@ -371,3 +371,25 @@ def test_a_lease_whose_reply_was_lost_is_given_again() -> None:
     assert again == first
     other = asyncio.run(hub.lease(wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=(first.block,))))
     assert other.block == first.block + 1
+
+
+def test_an_unreachable_version_is_named_to_the_trainer_until_it_is_published_again() -> None:
+    hub = make_hub(2)
+    said = wire.Unreachable(name="rollout-0", version=1, what="flipped", wait_s=0.0)
+    assert asyncio.run(hub.report_unreachable(said)).pending
+    assert asyncio.run(hub.batch(wire.BatchRequest(step=9, wait_s=60.0))).unreachable == (1,)
+    hub.publish(wire.Published(version=2))
+    assert list(hub.unreachable) == [1], "bitwise workers need exactly this version"
+    hub.publish(wire.Published(version=1))
+    again = said.model_copy(update={"what": ""})
+    assert not asyncio.run(hub.report_unreachable(again)).pending
+    assert hub.published == 2
+
+
+def test_without_bitwise_mode_a_newer_version_mends_an_unreachable_one() -> None:
+    hub = relaxed(2)
+    assert asyncio.run(
+        hub.report_unreachable(wire.Unreachable(name="rollout-0", version=1, what="flipped", wait_s=0.0))
+    ).pending
+    hub.publish(wire.Published(version=3))
+    assert not hub.unreachable

@@ -307,3 +307,65 @@ def test_a_replay_puts_lost_payload_back(layout: RunLayout, how: str) -> None:
     for version in range(4):
         assert Follower(layout).advance_to(version).weights_digest == digests[version]
     assert list(layout.quarantine.iterdir())
+
+
+def damage(layout: RunLayout, version: int) -> None:
+    """Flip a bit in every payload file of a version."""
+    for ref in published(layout, version).files:
+        path = layout.weights_version(version) / ref.path
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+def test_the_snapshot_is_published_again_when_followers_cannot_reach_it(
+    layout: RunLayout, chain: Publisher, version_tensors: Make
+) -> None:
+    chain.publish(7, version_tensors(7).items(), {})
+    before = published(layout, 7)
+    damage(layout, 7)
+    assert not chain.can_rebuild(7)
+    again = chain.republish()
+    assert again is not None and (again.artefact, again.parent) == ("keyframe", None)
+    assert again.weights_digest == before.weights_digest
+    assert Follower(layout).advance_to(7).weights_digest == before.weights_digest
+    assert list(layout.quarantine.iterdir())
+    chain.publish(8, version_tensors(8).items(), {})
+    assert published(layout, 8).artefact == "delta", "the chain goes on from the mended version"
+    assert chain.can_rebuild(8)
+
+
+def test_a_publisher_without_a_snapshot_cannot_publish_it_again(layout: RunLayout) -> None:
+    assert new_publisher(layout).republish() is None
+
+
+def test_a_replay_publishes_distrusted_versions_again_as_keyframes(
+    layout: RunLayout, chain: Publisher, version_tensors: Make
+) -> None:
+    """Version 5 cannot be reached because of its parent's damage: a comparison of its own files would not mend that."""
+    chain.publish(7, version_tensors(7).items(), {})
+    wanted = [published(layout, version).weights_digest for version in range(8)]
+    damage(layout, 3)
+    damage(layout, 4)
+    replay = new_publisher(layout, 2)
+    replay.seed(2)
+    replay.distrust([5])
+    for version in (3, 4, 5, 6, 7):
+        replay.publish(version, version_tensors(version).items(), {})
+    manifests = [published(layout, version) for version in range(8)]
+    assert [m.weights_digest for m in manifests] == wanted
+    assert [m.incarnation for m in manifests] == [1, 1, 1, 2, 2, 2, 1, 1]
+    assert (manifests[5].artefact, manifests[5].parent) == ("keyframe", None)
+    assert not list(verify(layout))
+
+
+def test_a_damaged_manifest_is_quarantined_and_published_again(
+    layout: RunLayout, chain: Publisher, version_tensors: Make
+) -> None:
+    path = layout.weights_manifest(5)
+    path.write_bytes(path.read_bytes()[:-20])
+    replay = new_publisher(layout, 2)
+    replay.seed(4)
+    manifest = replay.publish(5, version_tensors(5).items(), {})
+    assert manifest.incarnation == 2
+    assert not list(verify(layout))
