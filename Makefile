@@ -59,6 +59,7 @@ docs: setup ## generate docs/recipe.md
 bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the same run
 	$(BIN)/python benchmarks/embedded_engine.py
 	$(BIN)/python benchmarks/audit_run.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
 
 clean: ## remove .venv and caches (never a run)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -6,6 +6,8 @@ An error says what was attempted, on which thing, what was found, and what to do
 
 from __future__ import annotations
 
+from pathlib import Path
+
 EXIT_NOT_WELL = 1
 EXIT_USAGE = 2
 EXIT_TEMPFAIL = 75
@@ -21,9 +23,11 @@ class MilesbatchError(Exception):
     may_restart = True
     """Whether starting the process again can help."""
 
-    def __init__(self, what: str, *, mend: str = "") -> None:
+    def __init__(self, what: str, *, mend: str = "", unseen: Path | None = None) -> None:
         self.what = what
         self.mend = mend
+        self.unseen = unseen
+        """What is missing or cut short, so that looking again may help: a shared filesystem shows it late."""
         super().__init__(what if not mend else f"{what}\n  what to do: {mend}")
 
 
@@ -36,8 +40,16 @@ class InputError(MilesbatchError):
     exit_code = EXIT_USAGE
 
 
+class UsageError(InputError):
+    """The command needs something that was not given."""
+
+
 class RecipeError(InputError):
     """A recipe field has a value that is not allowed, or is unknown."""
+
+
+class SiteError(InputError):
+    """A site file cannot be used, or the site cannot run what the recipe asks for."""
 
 
 class ModelError(InputError):
@@ -75,6 +87,15 @@ class StoppedToContinue(MilesbatchError):
     """Stopped by a signal or a limit, in a state from which the same command continues."""
 
     exit_code = EXIT_TEMPFAIL
+
+
+class SlurmError(MilesbatchError):
+    """A Slurm command failed, or Slurm does not answer; says the command and what it printed."""
+
+    def __init__(self, what: str, *, mend: str = "", may_be_asked_again: bool = False) -> None:
+        super().__init__(what, mend=mend)
+        self.may_be_asked_again = may_be_asked_again
+        """Slurm did not answer: nothing is known, and the same question may be answered later."""
 
 
 # -- mended on the filesystem -------------------------------------------------------------------------------------

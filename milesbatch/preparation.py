@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from milesbatch.cluster.context import cache_directory, child_environment
-from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedError
+from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedError, StorageError
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.store.layout import RunLayout
@@ -21,14 +21,17 @@ from milesbatch.store.layout import RunLayout
 _MARK = "fingerprints "
 
 
-def prepare(layout: RunLayout, report: Callable[[str], None]) -> dict[str, str]:
+def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[str] = ()) -> dict[str, str]:
     """Fill ``model/`` and check data and reward, in a subprocess; returns the run's fingerprints.
+
+    ``python`` is the command that runs Python where torch is (a job step, a container); empty: this interpreter.
 
     Raises:
         InputError: something that the recipe names cannot be used; says what.
+        StorageError: the run directory or the cache cannot be used.
         RunFailedError: the subprocess died.
     """
-    command = [sys.executable, "-m", "milesbatch.preparation", str(layout.root), str(cache_directory())]
+    command = [*(python or (sys.executable,)), "-m", "milesbatch.preparation", str(layout.root), str(cache_directory())]
     fingerprints: dict[str, str] | None = None
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(2, {})
@@ -41,8 +44,11 @@ def prepare(layout: RunLayout, report: Callable[[str], None]) -> dict[str, str]:
             else:
                 report(line.rstrip())
         said = process.stderr.read()
+    expected = said.strip().rpartition("error: ")[2]  # with what to do about it
     if process.returncode == InputError.exit_code:
-        raise InputError(said.strip().rpartition("error: ")[2])
+        raise InputError(expected)
+    if process.returncode == StorageError.exit_code and expected != said.strip():
+        raise StorageError(expected)
     if process.returncode or fingerprints is None:
         raise RunFailedError(
             f"preparing the run ended with exit status {process.returncode}", mend=f"it said: {said.strip()[-2000:]}"

@@ -8,6 +8,7 @@ module is ``docs/format.md``.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import xxhash
@@ -53,6 +54,7 @@ class Record(Value):
             FormatVersionError: written by a newer major version, or by a newer minor one with keys that are not known.
         """
         mend = f"run `milesbatch audit` on the run; the record {path} cannot be trusted"
+        unseen = None if data.endswith(b"}\n") else Path(path)  # cut short: perhaps not all of it is visible yet
         try:
             body = json.loads(data)
             if not isinstance(body, dict):
@@ -60,10 +62,20 @@ class Record(Value):
             stated = body.pop("record_digest")
             canonical = canonical_json(body)
         except (ValueError, KeyError, RecursionError) as error:
-            raise CorruptArtefactError(f"{path}: not a readable {cls.kind} record ({error})", mend=mend) from error
+            what = (
+                f"{path}: not a readable {cls.kind} record ({error}); its {len(data)} bytes have {digest_bytes(data)}"
+            )
+            raise CorruptArtefactError(what, mend=mend, unseen=unseen) from error
         found = digest_bytes(canonical)
-        if stated != found or canonical_json({**body, "record_digest": stated}) != data:
-            raise CorruptArtefactError(f"{path}: record digest is {stated}, its content has {found}", mend=mend)
+        if stated != found:
+            what = f"{path}: record digest is {stated}, its content has {found}"
+            raise CorruptArtefactError(what, mend=mend, unseen=unseen)
+        written = canonical_json({**body, "record_digest": stated})
+        if written != data:
+            what = (
+                f"{path}: its {len(data)} bytes have {digest_bytes(data)}, as written they had {digest_bytes(written)}"
+            )
+            raise CorruptArtefactError(what, mend=mend, unseen=unseen)
         version = _format_version(body.pop("format", None))
         if version is None:
             raise CorruptArtefactError(f"{path}: says no format version", mend=mend)
@@ -250,6 +262,38 @@ class WeightsManifest(Record):
             if self.parent is None and (entry.encoding != "raw" or entry.file != self.keyframe):
                 raise ValueError(f"tensor {entry.name}: {entry.encoding} without a parent")
         return self
+
+
+class Retirement(Record):
+    """``weights/000007/retired.json``: the payload of policy version 7 is, or is being, deleted; its manifest stays.
+
+    It repeats what the decision was made on (``decisions/retention.py``), so that an audit can judge it.
+    """
+
+    kind: ClassVar[str] = "retirement"
+    version: int
+    incarnation: int
+    base: int
+    """A later version with a whole full copy: this and every later version can be rebuilt without the retired ones."""
+    needed: int
+    """Smallest version that anything could still need: never below ``base``."""
+    checkpoint: int
+    """Oldest of the newest ``checkpoint.keep`` checkpoints; ``needed`` is at most ``checkpoint - 1 - staleness``."""
+    staleness: int
+    created_at: str
+
+
+class Hold(Record):
+    """``holds/NAME.json``: a reader outside of the run's own processes needs ``version`` and later ones. A hint: it is
+    rewritten with a growing ``count`` while the reader lives, and counts for nothing when that stands still."""
+
+    kind: ClassVar[str] = "hold"
+    version: int
+    reader: str
+    """What reads, for people."""
+    host: str
+    pid: int
+    count: int
 
 
 class CheckpointManifest(Record):

@@ -211,11 +211,19 @@ class FileSaver:
     running: bool = False
     states: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def start(self, state_dict: Mapping[str, Any], directory: Path) -> None:
+    def start(self, state_dict: Mapping[str, Any], directory: Path, afterwards: Callable[[], None] | None) -> None:
         self.states.append(state_dict)
         for name, data in state_dict.items():
             (directory / name).write_bytes(data)
         self.running = True
+        if afterwards is not None:
+            afterwards()
+
+    def await_copy(self) -> None:
+        return
+
+    def later(self, action: Callable[[], None]) -> None:
+        action()
 
     @property
     def is_done(self) -> bool:

@@ -7,7 +7,8 @@ digest was compared; a delta is applied in place, tensor by tensor, and any doub
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Chain:
 
     layout: RunLayout
     findings: Findings
+    is_retired: Callable[[int], bool]
+    """Was the payload of a version deleted on purpose, perhaps just now?"""
     unproven: list[int] = field(default_factory=list)
     """Versions that are whole by themselves, but whose parent could not be proven."""
     _held: dict[str, RawTensor] = field(default_factory=dict)
@@ -55,6 +58,11 @@ class Chain:
             if is_whole:
                 self.unproven.append(manifest.version)
         return by_delta
+
+    def pass_over(self, manifest: WeightsManifest) -> None:
+        """A retired version: only that its manifest agrees with itself can be checked."""
+        self._digest_agrees(manifest)
+        self.let_go()
 
     def let_go(self) -> None:
         """What follows cannot be built on what was held."""
@@ -144,13 +152,14 @@ class Chain:
 
     def _blame(self, manifest: WeightsManifest, refs: Iterable[FileRef], error: MilesbatchError) -> None:
         """Name the file that is not as committed; the manifest when all are, so that it is wrong itself."""
-        if self._verify(manifest, refs):
+        if self._verify(manifest, refs) and not self.is_retired(manifest.version):
             self.findings.violate("chain", self.layout.weights_manifest(manifest.version), error.what)
 
     def _verify(self, manifest: WeightsManifest, refs: Iterable[FileRef]) -> bool:
         directory = self.layout.weights_version(manifest.version)
         paths = [(directory / ref.path, ref) for ref in refs]
-        return all([self.findings.verify(path, ref, move=path) for path, ref in paths])
+        retired = functools.partial(self.is_retired, manifest.version)
+        return all([self.findings.verify(path, ref, move=path, unless=retired) for path, ref in paths])
 
 
 def _identity(entry: TensorEntry) -> TensorDigest:

@@ -10,15 +10,16 @@ from pathlib import Path
 
 from milesbatch.audit.findings import Findings, listed, numbered
 from milesbatch.audit.records_check import History
+from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
 from milesbatch.audit.weights_check import Versions
 from milesbatch.records import CheckpointManifest
-from milesbatch.store.durable import TEMPORARY_PREFIX
+from milesbatch.store.durable import is_residue
 from milesbatch.store.layout import RunLayout
 
 
 def check_checkpoints(
-    layout: RunLayout, lives: Lives, history: History, versions: Versions, findings: Findings
+    layout: RunLayout, lives: Lives, rules: Rules | None, history: History, versions: Versions, findings: Findings
 ) -> list[CheckpointManifest]:
     """Read every checkpoint; returns the manifests that count, ascending."""
     found: list[CheckpointManifest] = []
@@ -45,16 +46,17 @@ def check_checkpoints(
         _check_weights(layout, lives, manifest, versions, findings)
         _check_fates(layout, manifest, history, findings)
         found.append(manifest)
-    _check_sealed(layout, lives, [manifest.step for manifest in found], findings)
+    _check_sealed(layout, lives, rules, [manifest.step for manifest in found], findings)
     return found
 
 
 def _check_files(layout: RunLayout, manifest: CheckpointManifest, directory: Path, findings: Findings) -> None:
+    path = layout.checkpoint_manifest(manifest.step)
     for ref in manifest.files:
-        findings.verify(directory / ref.path, ref, move=directory, named_by=layout.checkpoint_manifest(manifest.step))
-    named = {directory / ref.path for ref in manifest.files} | {layout.checkpoint_manifest(manifest.step)}
+        findings.verify(directory / ref.path, ref, move=directory, unless=lambda: not path.exists())
+    named = {directory / ref.path for ref in manifest.files} | {path}
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path not in named and not path.name.startswith(TEMPORARY_PREFIX):
+        if path.is_file() and path not in named and not is_residue(path.name):
             findings.note("leftover", path, "the manifest does not name it", move=path)
 
 
@@ -101,9 +103,14 @@ def _check_fates(layout: RunLayout, manifest: CheckpointManifest, history: Histo
             findings.violate("fate", path, f"it calls group {group.group_id} pending, which is {fate}")
 
 
-def _check_sealed(layout: RunLayout, lives: Lives, steps: list[int], findings: Findings) -> None:
-    """Retention deletes older ones only: a sealed checkpoint without a newer one is missing."""
+def _check_sealed(layout: RunLayout, lives: Lives, rules: Rules | None, steps: list[int], findings: Findings) -> None:
+    """Retention deletes older ones only, and none that is kept for ever: else a sealed checkpoint is missing."""
+    newest = lives.records.get(lives.newest)
+    keep_every = None if rules is None else rules.keep_every
+    if newest is not None:
+        keep_every = newest.recipe_changes.get("checkpoint.keep_every", keep_every)
     for step in lives.seal(lives.newest).checkpoints:
         path = layout.checkpoint_manifest(step)
-        if step > max(steps, default=0) and not path.exists():
+        is_for_ever = isinstance(keep_every, int) and step % keep_every == 0
+        if (is_for_ever or step > max(steps, default=0)) and not path.exists():
             findings.violate("missing", path, f"{path} is missing, but incarnation {lives.newest} sealed it")

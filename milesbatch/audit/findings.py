@@ -6,6 +6,7 @@ violation that names it, and the audit goes on with the next one. The page behin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -13,15 +14,28 @@ from typing import Literal, TypeVar
 from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, Record
-from milesbatch.store.durable import read_optional, storage_error, verify_file
+from milesbatch.store.durable import SILLY_PREFIX, read_optional, storage_error, verify_file
 
 R = TypeVar("R", bound=Record)
 
 ViolationKind = Literal[
-    "damaged", "missing", "unreadable", "mismatch", "chain", "fate", "lost", "version", "stale", "fenced", "seal"
+    "damaged",
+    "missing",
+    "unreadable",
+    "mismatch",
+    "chain",
+    "retired",
+    "fate",
+    "lost",
+    "version",
+    "stale",
+    "fenced",
+    "seal",
 ]
 _TROUBLE: tuple[ViolationKind, ...] = ("damaged", "missing", "mismatch", "unreadable")
-NoteKind = Literal["leftover", "orphan", "fenced", "awaits-replay", "divergence", "stranger", "diagnosis", "changed"]
+NoteKind = Literal[
+    "leftover", "orphan", "made-again", "fenced", "awaits-replay", "divergence", "stranger", "diagnosis", "changed"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +117,14 @@ class Findings:
             self.violate("damaged", path, error.what, move=move)
             return None
 
-    def verify(self, path: Path, ref: FileRef, *, move: Path | None = None, named_by: Path | None = None) -> bool:
-        """Is a payload file what its record says? A violation when not, unless its record ``named_by`` is gone by now:
-        then it was retired while the audit ran."""
+    def verify(
+        self, path: Path, ref: FileRef, *, move: Path | None = None, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Is a payload file what its record says? A violation when not, ``unless`` it was retired while the audit ran."""
         try:
             verify_file(path, ref)
         except CorruptArtefactError as error:
-            if named_by is not None and not named_by.exists():
+            if unless():
                 return True
             self.violate("damaged" if path.exists() else "missing", path, error.what, move=move)
             return False
@@ -137,13 +152,13 @@ def numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
 
 
 def listed(directory: Path) -> list[Path]:
-    """Entries of ``directory`` in order of their names.
+    """Entries of ``directory`` in order of their names, without what NFS keeps of deleted files.
 
     Raises:
         StorageError: it cannot be listed. What is not there, or is no directory, is empty.
     """
     try:
-        return sorted(directory.iterdir())
+        return sorted(path for path in directory.iterdir() if not path.name.startswith(SILLY_PREFIX))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -26,6 +26,8 @@ class Rules:
     batching: BatchRule
     samples_per_group: int
     seed: int
+    keep_every: int | None
+    """``checkpoint.keep_every`` as the run began with; the one rule here that an incarnation may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +87,4 @@ def _recipe(layout: RunLayout, record: RunRecord | None, findings: Findings) -> 
 
 def _rules(recipe: Recipe) -> Rules:
     batching = BatchRule(recipe.trainer.groups_per_step, recipe.rollout.staleness, recipe.determinism == "bitwise")
-    return Rules(batching, recipe.rollout.samples_per_group, recipe.seed)
+    return Rules(batching, recipe.rollout.samples_per_group, recipe.seed, recipe.checkpoint.keep_every)

@@ -18,10 +18,11 @@ from milesbatch.audit.records_check import History, Use
 from milesbatch.audit.rules import Identity
 from milesbatch.audit.seals_check import Lives
 from milesbatch.audit.weights_check import Versions
-from milesbatch.errors import StorageError
+from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.records import GroupRef, digest_bytes
 from milesbatch.store.durable import TEMPORARY_PREFIX, read_optional
 from milesbatch.store.layout import RunLayout, TrajectoryName
+from milesbatch.trajectories.groups import group_refs
 from milesbatch.trajectories.writer import content_tag
 
 _READERS = 2
@@ -61,6 +62,10 @@ class _Check:
     findings: Findings
     found: Experience = field(default_factory=Experience)
     seen: set[int] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)
+    """Trained groups whose file is not there -> digest of their content."""
+    made_again: set[int] = field(default_factory=set)
+    """Those of them that another file holds with the same content."""
 
     # -- one file ---------------------------------------------------------------------------------------------------
 
@@ -99,6 +104,10 @@ class _Check:
         facts = looked.facts
         self.found.again.update(group for group in facts.groups if group in self.seen)
         self.seen.update(facts.groups)
+        if not counts and self._holds_lost_groups(path, facts):
+            detail = "it holds groups whose file was lost, generated again with the content that was trained on"
+            self.findings.note("made-again", path, detail)
+            return
         if not counts:
             self.findings.note("orphan", path, self._why_not(name), move=path)
             return
@@ -115,6 +124,18 @@ class _Check:
         groups = range(name.first_group, name.last_group + 1)
         has_fate = name.first_group in self.history.fates
         return self.lives.accept_file(name) and not has_fate and self.found.pending.isdisjoint(groups)
+
+    def _holds_lost_groups(self, path: Path, facts: FileFacts) -> bool:
+        """Does a file prove groups of a lost one, by the content that the batch record states?"""
+        if facts.problems or self.lost.keys().isdisjoint(facts.groups):
+            return False
+        try:
+            same = {ref.group_id for ref in group_refs(path) if self.lost.get(ref.group_id) == ref.content}
+        except CorruptArtefactError:  # whole, but no writer of ours commits such rows
+            return False
+        self.made_again |= same
+        self.found.again |= same
+        return bool(same)
 
     def _why_not(self, name: TrajectoryName) -> str:
         if not self.lives.accept_file(name):
@@ -218,7 +239,12 @@ def check_trajectories(
     """Read every trajectory file once, in the order of groups."""
     check = _Check(layout, identity, lives, history, versions, findings)
     present: set[str] = set()
-    for path, name, looked in _read_ahead(check, _names(layout, findings)):
+    names = _names(layout, findings)
+    there = {path.name for path, _ in names}
+    for use in (use for file_name, uses in history.uses.items() if file_name not in there for use in uses):
+        if isinstance(use.group, GroupRef):
+            check.lost[use.group.group_id] = use.group.content
+    for path, name, looked in _read_ahead(check, names):
         if looked is not None:
             present.add(path.name)
             check.judge(path, name, looked)
@@ -259,6 +285,10 @@ def _check_absent(check: _Check, present: set[str]) -> None:
         path = check.layout.trajectory(file_name)
         if file_name not in present and not path.exists():
             steps = ranges(sorted({use.step for use in uses}))
+            if check.made_again.issuperset(use.group.group_id for use in uses):
+                detail = f"{path} of step {steps} is missing; its groups were generated again with the same content"
+                check.findings.note("made-again", path, detail)
+                continue
             check.findings.violate("missing", path, f"{path} is missing; the batch record of step {steps} names it")
             check.found.missing.update(use.group.group_id for use in uses)
     for name in check.lives.sealed_files():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from milesbatch.audit.chain import Chain
 from milesbatch.audit.findings import Findings, listed, numbered, ranges
 from milesbatch.audit.records_check import History
+from milesbatch.audit.retirement_check import Retirements
+from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import WeightsManifest
@@ -59,16 +60,27 @@ class Versions:
         return f"policy version {version} is not among the versions that count ({ranges(list(self.digests)) or 'none'})"
 
 
-def check_weights(layout: RunLayout, lives: Lives, history: History, findings: Findings) -> Versions:
+def check_weights(
+    layout: RunLayout, lives: Lives, rules: Rules | None, history: History, findings: Findings
+) -> Versions:
     """Read every policy version and prove it."""
     versions = Versions(layout)
-    chain = Chain(layout, findings)
+    retirements = Retirements(layout, lives, rules, findings)
+    chain = Chain(layout, findings, retirements.cover)
+    kept: list[WeightsManifest] = []
     for manifest in _counting(layout, lives, history, versions, findings):
         versions.digests[manifest.version] = manifest.weights_digest
-        versions.verified += chain.prove(manifest)
-    if chain.unproven:
-        first = layout.weights_manifest(chain.unproven[0])
-        detail = f"versions {ranges(chain.unproven)} cannot be rebuilt, because a version before them cannot"
+        if retirements.cover(manifest.version):
+            chain.pass_over(manifest)
+            retirements.note_left(manifest)
+        else:
+            versions.verified += chain.prove(manifest)
+            kept.append(manifest.model_copy(update={"tensors": ()}))
+    retirements.check_kept(kept, versions.last if versions.last is not None else -1, history.last_step)
+    unproven = [v for v in chain.unproven if v >= retirements.base and not retirements.cover(v)]
+    if unproven:
+        first = layout.weights_manifest(unproven[0])
+        detail = f"versions {ranges(unproven)} cannot be rebuilt, because a version before them cannot"
         findings.violate("chain", first, detail)
     versions.required = _required(lives, history, versions)
     for version in range(versions.required + 1):
@@ -110,7 +122,7 @@ def _counting(
             continue
         lives.check_writer(manifest.incarnation, path, findings)
         _check_place(layout, lives, history, manifest, findings)
-        _note_strangers(directory, manifest, findings)
+        _note_strangers(layout, manifest, findings)
         yield manifest
 
 
@@ -130,8 +142,10 @@ def _check_place(
         findings.violate("missing", record, f"{record} is missing, but policy version {version} exists")
 
 
-def _note_strangers(directory: Path, manifest: WeightsManifest, findings: Findings) -> None:
-    named = {"manifest.json", *(ref.path for ref in manifest.files)}
+def _note_strangers(layout: RunLayout, manifest: WeightsManifest, findings: Findings) -> None:
+    directory = layout.weights_version(manifest.version)
+    named = {layout.weights_manifest(manifest.version), layout.weights_retirement(manifest.version)}
+    named |= {directory / ref.path for ref in manifest.files}
     for path in listed(directory):
-        if path.name not in named and not path.name.startswith(TEMPORARY_PREFIX):
+        if path not in named and not path.name.startswith(TEMPORARY_PREFIX):
             findings.note("leftover", path, "the manifest does not name it", move=path)

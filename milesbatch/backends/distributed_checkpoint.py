@@ -1,18 +1,21 @@
 """Sharded state to and from a directory, in the background, with torch.distributed.checkpoint (DCP).
 
-It owns the asynchronous save and the encoding of random states. It never commits: a directory written here counts only
-once the caller has written its manifest. Invariant: what is saved is the state at the moment of ``start``, whatever the
-optimizer does afterwards.
+It owns the asynchronous save, the copies that it needs, and the encoding of random states. It never commits: a directory
+written here counts only once the caller has written its manifest. Invariant: what is saved is the state at the moment of
+``start``, whatever the optimizer does once ``await_copy`` has returned.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import random
-from collections.abc import Mapping
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from milesbatch.errors import CorruptArtefactError, RunFailedError, StorageError
 from milesbatch.store.durable import storage_error
@@ -31,8 +35,48 @@ from milesbatch.store.durable import storage_error
 _MT19937_WORDS = 624
 
 
+class _Staging:
+    """Copies a state into memory that is kept from one save to the next.
+
+    Fresh memory costs more than the copy itself: the kernel maps and clears every page of it. The price is one copy of the
+    state in host memory for the life of the process. On a GPU's host that memory is pinned, and copies have a stream of their
+    own, beside that of the computation.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of ``state`` in CPU memory, valid until the next one is made. What computes ``state`` must have finished."""
+        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in state.values()):
+            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            copied = {key: self._copy(key, value) for key, value in state.items()}
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in copied}
+        return copied
+
+    def _copy(self, key: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            local, shape, stride = self._into_buffer(key, value.to_local()), value.shape, value.stride()
+            return DTensor.from_local(
+                local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
+            )
+        return self._into_buffer(key, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+    def _into_buffer(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+
 class AsyncSaver:
-    """Saves one state at a time in the background. Construction is collective, and so is every call but ``done``."""
+    """Saves one state at a time in the background. Construction is collective, and so is ``start``."""
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         """Make the saver's own process group; ``timeout_s`` bounds how long a rank waits for the others.
@@ -45,58 +89,74 @@ class AsyncSaver:
         # The save talks to the other ranks from its own thread; on the training group its messages would mix with those
         # of the train step and hang both. gloo, because the snapshot is in CPU memory.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._save: Future[Any] | None = None
+        self._staging = _Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+        self._save: Future[None] | None = None
+        self._later: list[Future[None]] = []
         self._directory = Path()
 
-    def start(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Copy ``state`` and begin to write it to ``directory``; returns when parameters may change again.
+    def start(self, state: Mapping[str, Any], directory: Path, afterwards: Callable[[], None] | None = None) -> None:
+        """Begin to copy ``state`` and to write the copy to ``directory``. It must not change before :meth:`await_copy`.
 
-        Durability: when ``done`` is true on rank 0, the files of all ranks are written and synced; the names in the
-        directory are not, which is left to the commit. Killed midway, ``directory`` holds a part of the files.
+        So the copy, too, costs training nothing while that computes gradients. ``afterwards`` runs in the background, when
+        this rank's save is finished: on rank 0, that of all ranks.
+
+        Durability: by then, on rank 0, the files of all ranks are written and synced; the names in the directory are not.
+        Killed midway, ``directory`` holds a part of the files.
 
         Raises:
             RuntimeError: the save before is not finished; call ``wait`` first.
         """
         if self._save is not None:
             raise RuntimeError(f"the save to {self._directory} is not finished; call wait() before start()")
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
         self._directory = directory
+        self._is_copied.clear()
+        self._save = self._thread.submit(self._copy_and_write, state, directory, afterwards)
+
+    def await_copy(self) -> None:
+        """Return when the state that was given to ``start`` is copied and may change; at once when none is being copied."""
+        self._is_copied.wait()
+
+    def _copy_and_write(self, state: Mapping[str, Any], directory: Path, afterwards: Callable[[], None] | None) -> None:
+        try:
+            copied = self._staging.copy(state)
+        finally:
+            self._is_copied.set()
         # sync_files: only the node that wrote a file can flush its own cache of it, so the committing rank cannot do this.
         writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, overwrite=True)
-        response = async_save(dict(state), storage_writer=writer, process_group=self._group)
-        assert isinstance(response, Future)
-        self._save = response
+        save(copied, storage_writer=writer, process_group=self._group)
+        if afterwards is not None:
+            afterwards()
 
     @property
     def is_done(self) -> bool:
         """True when nothing is being written on this rank, whatever became of it (``wait`` tells)."""
         return self._save is None or self._save.done()
 
-    def done(self) -> bool:
-        """True when no save is running on this rank; the first call after a failed save raises its error.
+    def later(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in the background, behind what was begun before, and before the next save."""
+        self._later.append(self._thread.submit(action))
+
+    def wait(self) -> None:
+        """Return when nothing runs in the background: no save, nothing after it, nothing that was put off.
 
         Raises:
             StorageError: the save failed; names the path and the cause. A new one may be started.
-        """
-        if self._save is None:
-            return True
-        if not self._save.done():
-            return False
-        self.wait()
-        return True
-
-    def wait(self) -> None:
-        """Return when no save is running.
-
-        Raises:
-            StorageError: as ``done``.
+            MilesbatchError: from an action that was to be run in the background.
         """
         save, self._save = self._save, None
-        if save is None:
-            return
+        actions, self._later = self._later, []
         try:
-            save.result()
+            if save is not None:
+                save.result()
         except (CheckpointException, OSError, RuntimeError) as error:
             raise _save_error(self._directory, error) from error
+        for action in actions:
+            action.result()
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
         """As :func:`load`; a save may be running."""

@@ -16,7 +16,7 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from milesbatch.algorithm.packing import Microbatch, PackedTensors, plan_microba
 from milesbatch.algorithm.samples import TrainSample
 from milesbatch.algorithm.schedule import learning_rate
 from milesbatch.backends.distributed_checkpoint import random_state, restore_random_state
-from milesbatch.backends.protocol import StepMetrics
+from milesbatch.backends.protocol import StepMetrics, do_nothing
 from milesbatch.errors import CorruptArtefactError, ModelError, RunFailedError
 from milesbatch.recipe.models import Recipe
 
@@ -68,7 +68,9 @@ class FsdpBackend:
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def train_step(self, step: int, samples: Sequence[TrainSample]) -> StepMetrics:
+    def train_step(
+        self, step: int, samples: Sequence[TrainSample], before_update: Callable[[], None] = do_nothing
+    ) -> StepMetrics:
         """Make one optimizer step on all of ``samples`` (collective); see ``TrainerBackend.train_step``."""
         began = time.monotonic()
         rate = learning_rate(step, self._recipe.steps, self._recipe.trainer.optimizer)
@@ -82,6 +84,7 @@ class FsdpBackend:
         grad_norm = self._clip_gradients(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        before_update()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(sums)

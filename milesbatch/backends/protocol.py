@@ -7,7 +7,7 @@ touches the run directory and never decides what is trained: that is the trainin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,14 +48,23 @@ class StepMetrics:
     """Of the slowest rank."""
 
 
+def do_nothing() -> None:
+    """Nobody is copying the state."""
+
+
 class TrainerBackend(Protocol):
     """One rank's part of the trainer group."""
 
-    def train_step(self, step: int, samples: Sequence[TrainSample]) -> StepMetrics:
+    def train_step(
+        self, step: int, samples: Sequence[TrainSample], before_update: Callable[[], None] = do_nothing
+    ) -> StepMetrics:
         """Make one optimizer step on all of ``samples`` (collective); afterwards the policy version is ``step``.
 
         Every rank gets the whole list and computes its share. No samples: a step with zero gradients, so that
         version and step stay equal.
+
+        ``before_update`` is called once the gradients are there, and before anything that ``state_dict`` gives is changed:
+        until it returns, that state may be being copied.
 
         Raises:
             RunFailedError: the gradient is not finite; weights and optimizer are as before.

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from milesbatch.audit.findings import Finding
-from milesbatch.audit.prove import examine
+from milesbatch.audit.patience import examine_patiently, looks_after
 from milesbatch.audit.repair import Repair, refuse_living
 from milesbatch.audit.repair import repair as repair_run
 from milesbatch.audit.verdict import Verdict
@@ -30,6 +30,10 @@ def audit(
     repair: Annotated[
         bool, typer.Option("--repair", help="Move what is broken or orphaned to quarantine/; say what comes next.")
     ] = False,
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", min=0, help="On a shared filesystem: seconds until violations are looked at once more."),
+    ] = 60.0,
 ) -> None:
     """Prove a run from its files alone: fates, versions, chains, checkpoints, seals. Exit code 1 with a violation.
 
@@ -38,7 +42,7 @@ def audit(
     layout = find_run(run)
     if repair:
         refuse_living(layout)
-    verdict, findings = examine(layout)
+    verdict, findings = examine_patiently(layout, looks_after(layout, wait_s), _tell)
     repaired = repair_run(layout, findings) if repair else None
     if as_json:
         body = verdict.to_json()
@@ -51,6 +55,10 @@ def audit(
         _print(verdict, repaired)
     if not verdict.ok:
         raise typer.Exit(EXIT_NOT_WELL)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print(verdict: Verdict, repaired: Repair | None) -> None:

@@ -9,17 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import typer
 
 from milesbatch import __version__
 from milesbatch.cli import recipes, traj, weights
 from milesbatch.cli.audit import audit
+from milesbatch.cli.doctor import doctor
 from milesbatch.cli.drill import drill
+from milesbatch.cli.life import cancel, resume, scale
+from milesbatch.cli.logs import logs
 from milesbatch.cli.replay import replay
 from milesbatch.cli.run import run
 from milesbatch.cli.status import status
+from milesbatch.cli.submit import submit
+from milesbatch.cli.watch import watch
 from milesbatch.errors import EXIT_TEMPFAIL, MilesbatchError, StoppedToContinue
+from milesbatch.store.durable import storage_error
 
 app = typer.Typer(
     name="milesbatch",
@@ -38,10 +45,17 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps=20")(run)
+app.command("submit", epilog="Example: milesbatch submit recipes/tiny.yaml --site devcluster --dry-run")(submit)
+app.command("cancel", epilog="Example: milesbatch cancel runs/tiny --now")(cancel)
+app.command("resume", epilog="Example: milesbatch resume runs/tiny")(resume)
+app.command("scale", epilog="Example: milesbatch scale runs/tiny --rollout 8")(scale)
 app.command("status", epilog="Example: milesbatch status runs/tiny --json")(status)
+app.command("watch", epilog="Example: milesbatch watch runs/tiny --every 5")(watch)
+app.command("logs", epilog="Example: milesbatch logs runs/tiny --role trainer -f")(logs)
 app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
 app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
 app.command("drill", epilog="Example: milesbatch drill recipes/tiny.yaml --report drill.html")(drill)
+app.command("doctor", epilog="Example: milesbatch doctor --run-dir /scratch/runs --site mycluster")(doctor)
 app.add_typer(traj.app, name="traj")
 app.add_typer(weights.app, name="weights")
 app.add_typer(recipes.app, name="recipes")
@@ -69,6 +83,13 @@ def main() -> None:
         # The reader of our output (a pager, `head`) has closed it.
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        # A path that cannot even be looked at: no permission, too long, a filesystem that does not answer.
+        if is_debug or not isinstance(error.filename, str):
+            raise
+        mapped = storage_error(Path(error.filename), error)
+        print(f"error: {mapped}", file=sys.stderr)
+        sys.exit(mapped.exit_code)
 
 
 def _stop(number: int, frame: object) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from milesbatch.cluster.context import runs_directory
 from milesbatch.errors import InputError
+from milesbatch.jobs.order import was_submitted
 from milesbatch.store.layout import RunLayout
 
 
@@ -15,14 +16,36 @@ def find_run(text: str) -> RunLayout:
     Raises:
         InputError: there is no run under that name; lists those that exist.
     """
+    for candidate in _candidates(text):
+        if RunLayout(candidate).run_record.exists():
+            return RunLayout(candidate)
+    raise _none_at(text)
+
+
+def find_submitted(text: str) -> RunLayout:
+    """The run that ``text`` names, or the directory of one that was submitted and has not begun.
+
+    Raises:
+        InputError: there is neither; lists what exists.
+    """
+    for candidate in _candidates(text):
+        if RunLayout(candidate).run_record.exists() or was_submitted(RunLayout(candidate)):
+            return RunLayout(candidate)
+    raise _none_at(text)
+
+
+def _candidates(text: str) -> list[Path]:
     candidates = [Path(text)]
     if Path(text).name == text:
         candidates.append(runs_directory() / text)
-    for candidate in candidates:
-        if RunLayout(candidate).run_record.exists():
-            return RunLayout(candidate)
+    return candidates
+
+
+def _none_at(text: str) -> InputError:
     runs = sorted(path.parent.name for path in runs_directory().glob("*/run.json"))
-    raise InputError(
-        f"there is no run at {' or '.join(map(str, candidates))}",
-        mend=f"runs under {runs_directory()}: {', '.join(runs) or 'none'}; or give the path of a run directory",
+    queued = sorted({path.parents[1].name for path in runs_directory().glob("*/jobs/recipe-*.yaml")} - set(runs))
+    waiting = f"; submitted: {', '.join(queued)}" if queued else ""
+    return InputError(
+        f"there is no run at {' or '.join(map(str, _candidates(text)))}",
+        mend=f"runs under {runs_directory()}: {', '.join(runs) or 'none'}{waiting}; or give the path of a run directory",
     )

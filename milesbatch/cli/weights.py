@@ -20,7 +20,7 @@ from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
 from milesbatch.weights.materialize import materialize as write_version
-from milesbatch.weights.reader import committed_versions
+from milesbatch.weights.reader import committed_versions, is_retired
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,12 +49,14 @@ def verify_run(run: RunArgument, as_json: JsonOption = False) -> None:
     """
     layout = find_run(run)
     violations = list(verify(layout))
-    versions = len(committed_versions(layout))
+    committed = committed_versions(layout)
+    retired = sum(is_retired(layout, version) for version in committed)
+    versions = len(committed) - retired
     if as_json:
         body = [dataclasses.asdict(violation) for violation in violations]
-        _print_json({"ok": not violations, "versions": versions, "violations": body})
+        _print_json({"ok": not violations, "versions": versions, "retired": retired, "violations": body})
     else:
-        _print_verdict(versions, violations)
+        _print_verdict(versions, retired, violations)
     if violations:
         raise typer.Exit(EXIT_NOT_WELL)
 
@@ -79,20 +81,26 @@ def materialize(
 
 
 def _table(found: list[WeightsRow]) -> Table:
-    table = Table(title=f"{len(found)} policy versions, {sum(row.bytes for row in found):,} bytes")
+    kept = [row for row in found if not row.retired]
+    words = "policy versions" if len(kept) == len(found) else f"policy versions, {len(kept)} of them kept"
+    table = Table(title=f"{len(found)} {words}, {sum(row.bytes for row in kept):,} bytes")
     for heading in ("version", "kind", "bytes", "changed", "incarnation", "digest"):
         table.add_column(heading, justify="left" if heading in ("kind", "digest") else "right", overflow="fold")
     for row in found:
         share = f"{row.changed / row.elements:.2%}" if row.elements else "-"
         digest = row.digest.removeprefix("xxh128:")[:12]
-        table.add_row(str(row.version), row.kind, f"{row.bytes:,}", share, str(row.incarnation), digest)
+        kind, size = (f"{row.kind} (retired)", "-") if row.retired else (row.kind, f"{row.bytes:,}")
+        table.add_row(str(row.version), kind, size, share, str(row.incarnation), digest)
     return table
 
 
-def _print_verdict(versions: int, violations: list[Violation]) -> None:
+def _print_verdict(versions: int, retired: int, violations: list[Violation]) -> None:
     console = Console()
     if not violations:
-        console.print(f"{versions} policy versions verified: every file and every chain is as recorded", markup=False)
+        more = f" ({retired} more were retired)" if retired else ""
+        console.print(
+            f"{versions} policy versions verified: every file and every chain is as recorded{more}", markup=False
+        )
         return
     table = Table(title=f"{len(violations)} violations in {versions} policy versions")
     for heading in ("kind", "path", "detail"):

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.errors import InputError
+from milesbatch.recipe.site import shipped_sites
 
 _PREFIX = "MILESBATCH_ROLE_"
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""What Slurm sets for GPUs of NVIDIA and of AMD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,12 @@ class RoleContext:
     token: str
     """Shared secret of this incarnation; a process of another incarnation is refused by it."""
     parent_pid: int
+    """The process to die with; 0 when another means (a Slurm step) ends this one."""
     heartbeat_s: float
+    address: str = "127.0.0.1"
+    """Under which other nodes reach this process's node."""
+    device_slice: str = ""
+    """``first:count`` of the visible devices that are this process's (a count of 0: none); empty: all of them."""
 
     @property
     def name(self) -> str:
@@ -63,7 +71,84 @@ class RoleContext:
             token=get["token"],
             parent_pid=int(get["parent_pid"]),
             heartbeat_s=float(get["heartbeat_s"]),
+            address=get["address"],
+            device_slice=get["device_slice"],
         )
+
+
+def narrow_devices(device_slice: str) -> None:
+    """Leave this process its own GPUs of those that its step may use; before torch is imported.
+
+    Raises:
+        InputError: its step has fewer GPUs than were asked for.
+    """
+    if not device_slice:
+        return
+    first, count = (int(part) for part in device_slice.split(":"))
+    # Where Slurm names no devices, they are numbered from 0 in each step.
+    for variable in [name for name in _DEVICES if os.environ.get(name)] or _DEVICES[:1]:
+        given = os.environ.get(variable)
+        visible = given.split(",") if given else [str(index) for index in range(first + count)]
+        if len(visible) < first + count:
+            raise InputError(
+                f"this process is to use GPUs {first} to {first + count - 1} of its node, but {variable} is {given}",
+                mend="make slurm.trainer.gpus_per_task or slurm.rollout.gpus_per_task fit the nodes",
+            )
+        os.environ[variable] = ",".join(visible[first : first + count])
+
+
+def site_name() -> str | None:
+    """``$MILESBATCH_SITE``: the site that is used when none is given."""
+    return os.environ.get("MILESBATCH_SITE") or None
+
+
+def site_directories() -> tuple[Path, ...]:
+    """Where site files are looked for, the user's own first."""
+    configuration = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return (configuration / "milesbatch" / "sites", shipped_sites())
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """The Slurm job that this process was started in, as its environment tells."""
+
+    job_id: str
+    """Of the whole job (the leader's, in a heterogeneous job)."""
+    restart_count: int
+    node: str
+    """Name of the node that this process runs on."""
+    node_lists: tuple[str, ...]
+    """Nodes of each component in Slurm's short form (``n[1-3]``); one when the job is not heterogeneous."""
+
+    @property
+    def is_het(self) -> bool:
+        return len(self.node_lists) > 1
+
+
+def job_context() -> JobContext | None:
+    """None outside of a Slurm job."""
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is None:
+        return None
+    components = int(os.environ.get("SLURM_HET_SIZE", "1"))
+    if components > 1:
+        lists = tuple(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"] for index in range(components))
+    else:
+        lists = (os.environ["SLURM_JOB_NODELIST"],)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return JobContext(job_id, restarts, os.environ.get("SLURMD_NODENAME", ""), lists)
+
+
+def expand_path(text: str) -> Path:
+    """A path with ``~`` and ``$VARIABLES`` of this process's user filled in.
+
+    Raises:
+        InputError: a variable in it is not set.
+    """
+    expanded = os.path.expandvars(text)
+    if "$" in expanded:
+        raise InputError(f"a variable in the path {text} is not set", mend="set it, or write the path out")
+    return Path(expanded).expanduser()
 
 
 def runs_directory() -> Path:

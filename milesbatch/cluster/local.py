@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.cluster.context import RoleContext, child_environment
+from milesbatch.cluster.stamps import without_stamps
 from milesbatch.store.durable import storage_error
 from milesbatch.store.layout import RunLayout
 
-_MODULES = {
+ROLE_MODULES = {
     "trainer": "milesbatch.trainer",
     "rollout": "milesbatch.rollout",
     "tracking": "milesbatch.tracking",
@@ -34,7 +35,10 @@ def die_with_parent(parent_pid: int) -> None:
     """Be killed when the parent ends, however it ends. Called first thing by every role process.
 
     The parent may have died before this call; then the kernel has already given this process another parent.
+    ``parent_pid`` 0 means that something else ends this process.
     """
+    if parent_pid == 0:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -58,15 +62,27 @@ class LocalProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        return True
 
 
 class LocalLauncher:
     """Starts roles as subprocesses of this process. Must be used from the main thread: the parent-death signal of Linux
     is sent when the *thread* that started the child ends."""
+
+    address = "127.0.0.1"
+
+    def has(self, role: str) -> bool:
+        return True
+
+    def node_of(self, context: RoleContext) -> str:
+        return ""
+
+    def is_lost(self, context: RoleContext) -> bool:
+        return False
 
     def start(self, context: RoleContext, threads: int) -> LocalProcess:
         """Start one role process; its output is appended to its log of this incarnation.
@@ -79,7 +95,7 @@ class LocalLauncher:
         try:
             with open(log, "ab") as stream:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULES[context.role]],
+                    [sys.executable, "-m", ROLE_MODULES[context.role]],
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
@@ -124,11 +140,11 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, threads: int) -
 
 
 def log_tail(log: Path, max_bytes: int = 8192) -> str:
-    """The last lines of a log: what a dead process said last."""
+    """The last lines of a log, without their times: what a dead process said last."""
     try:
         with open(log, "rb") as stream:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - max_bytes))
-            return stream.read().decode(errors="replace")
+            return without_stamps(stream.read().decode(errors="replace"))
     except OSError:
         return ""

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from milesbatch.cluster.stamps import is_stamped
 from milesbatch.controller.hub import Hub
 from milesbatch.wire import messages as wire
 
@@ -63,7 +64,8 @@ class PlainDisplay:
     def _print(self, text: str) -> None:
         # A reader that went away (`| head`), or a full disk behind the log: never a reason to stop a run.
         with contextlib.suppress(OSError, ValueError):
-            print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+            now = "" if is_stamped(sys.stderr) else f"{time.strftime('%H:%M:%S')}  "
+            print(now + text, file=sys.stderr, flush=True)
 
 
 class LiveDisplay:

@@ -20,6 +20,8 @@ from milesbatch.recipe.models import Recipe
 from milesbatch.records import GroupRef
 from milesbatch.wire import messages as wire
 
+_STOP_MARGIN_S = 10.0
+
 
 @dataclass(slots=True)
 class Peer:
@@ -71,9 +73,16 @@ class Hub:
         self.unreachable: dict[int, str] = {}
         """Published versions that a worker could not rebuild, and what it found, until they are published again."""
         self.peers: dict[str, Peer] = {}
+        self._attempts: dict[str, int] = {}
         self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
         self.throughput = Throughput()
+        self.save_s = 0.0
+        """What the last checkpoint took, from its beginning to its commit."""
+        self.step_s = 0.0
+        """What the last train step took, without waiting for rollouts."""
         self.is_stopping = False
+        self.warnings = 0
+        """How many heartbeats said that their process was warned of its end."""
         self.is_finished = False
         self._rendezvous: tuple[int, str] | None = None
         self._changed = asyncio.Event()
@@ -93,10 +102,20 @@ class Hub:
 
     # -- heartbeats -------------------------------------------------------------------------------------------------
 
+    def started(self, name: str, attempt: int) -> None:
+        """From now on only this start of ``name`` is heard; one that was given up may still run on a node that is lost."""
+        self._attempts[name] = attempt
+
+    def is_current(self, process: str) -> bool:
+        """May ``NAME.ATTEMPT`` speak? Processes that this controller did not start (workers that joined) may."""
+        name, _, attempt = process.rpartition(".")
+        return attempt == str(self._attempts.get(name, attempt))
+
     def heartbeat(self, beat: wire.Heartbeat) -> wire.HeartbeatAnswer:
         now_s = time.monotonic()
         peer = self.peers.get(beat.name)
-        moved = peer is None or peer.beat.pid != beat.pid or peer.beat.activity != beat.activity
+        self.warnings += beat.warned
+        moved = peer is None or peer.beat.attempt != beat.attempt or peer.beat.activity != beat.activity
         waits = beat.state in ("waiting", "starting")
         active_at_s = now_s if peer is None or moved or waits else peer.active_at_s
         self.peers[beat.name] = Peer(beat, now_s, active_at_s)
@@ -201,8 +220,9 @@ class Hub:
             found = self._regeneration.found(request.groups)
             if found is not None:
                 return wire.RegenerateAnswer(groups=found)
-            if not await self._wait_for_change(deadline_s):
-                return wire.RegenerateAnswer(groups=())
+            unreachable = tuple(sorted(self.unreachable))
+            if unreachable or not await self._wait_for_change(deadline_s):
+                return wire.RegenerateAnswer(groups=(), unreachable=unreachable)
 
     def recorded(self, message: wire.Recorded) -> None:
         self.last_step = max(self.last_step, message.step)
@@ -229,6 +249,22 @@ class Hub:
                 return wire.UnreachableAnswer(pending=True)
         return wire.UnreachableAnswer(pending=False)
 
+    def oldest_held(self) -> int | None:
+        """Smallest policy version that a live worker holds or goes on from; None while it cannot be known.
+
+        That is while a worker is starting or has not been heard of. One that waits and has no version yet holds none: it
+        will begin with the version that its first lease names.
+        """
+        beats = [peer.beat for name, peer in self.peers.items() if name.startswith("rollout-")]
+        is_starting = any(beat.policy_version < 0 and beat.state != "waiting" for beat in beats)
+        if is_starting or len(beats) < self._recipe.rollout.workers:
+            return None
+        return min([self.published, *(beat.policy_version for beat in beats if beat.policy_version >= 0)])
+
+    def to_publish_again(self) -> wire.UnreachableVersions:
+        versions = tuple(sorted(self.unreachable))
+        return wire.UnreachableVersions(versions=versions, recorded=self.last_step, published=self.published)
+
     def finish(self) -> None:
         self.is_finished = True
         self._wake()
@@ -237,6 +273,10 @@ class Hub:
         """Hand out nothing more; every role is told with its next heartbeat or answer."""
         self.is_stopping = True
         self._wake()
+
+    def time_to_stop_s(self) -> float:
+        """What it takes from the order to stop until everything is saved, as measured in this incarnation, with a margin."""
+        return _STOP_MARGIN_S + 2 * (self.step_s + self.save_s)
 
     async def rendezvous(self, message: wire.Rendezvous) -> wire.RendezvousAnswer:
         if message.address is not None:
@@ -275,6 +315,9 @@ class Hub:
 
     def waiting_for(self) -> str:
         """What the next train step waits for, in words."""
+        for name, peer in sorted(self.peers.items()):
+            if peer.beat.trouble:
+                return f"{name}: {peer.beat.trouble}"
         trainers = [peer.beat.state for name, peer in sorted(self.peers.items()) if name.startswith("trainer-")]
         if not trainers:
             return "the trainer to start"

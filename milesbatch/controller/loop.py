@@ -3,7 +3,8 @@
     milesbatch run ──> take over the run directory (store.takeover) ──> this loop
         ├── HTTP (server -> hub): leases, batches, heartbeats
         ├── supervisor: trainer ranks, rollout workers, tracking: started, watched, restarted
-        └── signals: SIGINT and SIGTERM set a flag; the trainer checkpoints at the next step boundary
+        └── whoever may ask to stop (stopping): signals, `cancel`, a time limit, a lost node; a signal's handler only sets a
+            flag; the trainer checkpoints at the next step boundary, also when it is waiting for rollouts
 
 It holds no truth: killed at any moment, nothing is lost but the work since the last commit (see docs/protocol.md).
 """
@@ -11,11 +12,12 @@ It holds no truth: killed at any moment, nothing is lost but the work since the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from milesbatch.cluster.context import RoleContext
@@ -23,10 +25,12 @@ from milesbatch.cluster.port import Launcher
 from milesbatch.controller.display import Display
 from milesbatch.controller.hub import Hub
 from milesbatch.controller.server import ControllerServer
+from milesbatch.controller.stopping import CancelWatch, Ending, StopCause, StopRequest, StopWatch
 from milesbatch.controller.supervise import Supervisor
-from milesbatch.errors import MilesbatchError, RunFailedError, StorageFullError
+from milesbatch.errors import MilesbatchError, RunFailedError, StorageError
 from milesbatch.faults.points import point
 from milesbatch.recipe.models import Recipe
+from milesbatch.store.durable import write_secret
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import LivenessHint
@@ -36,14 +40,8 @@ from milesbatch.wire import messages as wire
 
 _LOOK_S = 0.1
 _STOP_S = 120.0
+_WORKERS_S = 10.0
 _DRAIN_S = 30.0
-
-
-class Ending(Enum):
-    """How the loop ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
 
 
 @dataclass(slots=True)
@@ -54,28 +52,40 @@ class _Signals:
     name: str = ""
 
     def arrived(self, number: signal.Signals) -> None:
-        self.count += 1
+        # Slurm may send one more than once, and a warning before the end: only a person's second Ctrl-C means "at once".
+        self.count += number is signal.SIGINT or not self.count
         self.name = number.name
+
+    def look_for_stop(self) -> StopRequest | None:
+        return StopRequest(StopCause.SIGNAL, self.name, at_once=self.count > 1) if self.count else None
 
 
 class ControllerLoop:
     """One incarnation of the controller."""
 
     def __init__(
-        self, layout: RunLayout, recipe: Recipe, incarnation: Incarnation, launcher: Launcher, display: Display
+        self,
+        layout: RunLayout,
+        recipe: Recipe,
+        incarnation: Incarnation,
+        launcher: Launcher,
+        display: Display,
     ) -> None:
         self._layout = layout
         self._recipe = recipe
         self._incarnation = incarnation
         self._display = display
         self._signals = _Signals()
+        self._is_hint_late = False
+        self._watches: tuple[StopWatch, ...] = (self._signals, CancelWatch(layout, incarnation.number))
         self.events = EventLog(layout, "controller-0", incarnation.number)
         self.hub = Hub(recipe)
         found = incarnation.found
         ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
         self.hub.restore(found.fates, ready, found.last_version)
         token = secrets.token_hex(16)
-        self._server = ControllerServer(self.hub, token, incarnation.number, "127.0.0.1", self._progress)
+        self._server = ControllerServer(self.hub, token, incarnation.number, launcher.address, self._progress)
+        write_secret(layout.token(incarnation.number), token.encode())
         base = RoleContext(
             run_directory=Path(layout.root).resolve(),
             role="trainer",
@@ -87,8 +97,13 @@ class ControllerLoop:
             token=token,
             parent_pid=incarnation.record.pid,
             heartbeat_s=recipe.slurm.heartbeat_s,
+            address=launcher.address,
         )
         self._supervisor = Supervisor(layout, recipe, self.hub, launcher, base, self.events)
+
+    def watch(self, watches: Sequence[StopWatch]) -> None:
+        """Let others ask this run to stop, too."""
+        self._watches += tuple(watches)
 
     async def run(self) -> Ending:
         """Run until the end.
@@ -103,11 +118,12 @@ class ControllerLoop:
         try:
             self._supervisor.start_all()
             ending = await self._until_end(hint)
-            self.events.write(ending.value, step=self.hub.last_step)
+            self._say_ending(ending)
             await self._drain_tracking()
             return ending
         except MilesbatchError as error:
-            self.events.write("failed", error=error.what, exit_code=error.exit_code)
+            with contextlib.suppress(StorageError):  # the terminal hears of it all the same
+                self.events.write("failed", error=error.what, exit_code=error.exit_code)
             self._supervisor_stop_now()
             await self._drain_tracking()
             raise
@@ -118,7 +134,8 @@ class ControllerLoop:
 
     async def _until_end(self, hint: LivenessHint) -> Ending:
         next_beat_s = 0.0
-        stop_by_s: float | None = None
+        stop: StopRequest | None = None
+        stop_by_s = float("inf")
         while True:
             now_s = time.monotonic()
             if now_s >= next_beat_s:
@@ -129,26 +146,54 @@ class ControllerLoop:
                 self._display.note(text)
             self._check_failures()
             self._display.tick(self.hub)
-            if self._signals.count and stop_by_s is None:
-                stop_by_s = now_s + _STOP_S
-                self._begin_stop()
-            working = self._supervisor.running("trainer") or self._supervisor.running("rollout")
             if self.hub.is_finished and not self._supervisor.running("trainer"):
-                return Ending.FINISHED
-            if stop_by_s is not None and (not working or now_s > stop_by_s or self._signals.count > 1):
-                return Ending.STOPPED
+                return Ending()
+            asked = self._asked_to_stop()
+            if asked is not None and (stop is None or asked.at_once):
+                if stop is None:
+                    stop_by_s = now_s + _STOP_S
+                    self._begin_stop(asked)
+                stop = stop or asked
+            if stop is not None:
+                if not self._supervisor.running(
+                    "trainer"
+                ):  # the state is saved: workers may still end what is nearly done
+                    stop_by_s = min(stop_by_s, now_s + _WORKERS_S)
+                working = self._supervisor.running("trainer") or self._supervisor.running("rollout")
+                if not working or now_s > stop_by_s or (asked is not None and asked.at_once):
+                    return Ending(stop)
             await asyncio.sleep(_LOOK_S)
+
+    def _asked_to_stop(self) -> StopRequest | None:
+        """The most urgent request; a lost node's comes from the supervisor."""
+        found = [
+            request for watch in (*self._watches, self._supervisor) if (request := watch.look_for_stop()) is not None
+        ]
+        return next((request for request in found if request.at_once), found[0] if found else None)
 
     def _beat(self, hint: LivenessHint) -> None:
         try:
             hint.beat()
-        except StorageFullError as error:
-            self._display.note(error.what)
+            self._is_hint_late = False
+        except StorageError as error:  # only a hint
+            if not self._is_hint_late:  # said once, not at every beat
+                self._display.note(error.what)
+            self._is_hint_late = True
 
-    def _begin_stop(self) -> None:
-        self._display.note(f"{self._signals.name}: stopping after the current step, with a checkpoint (again: at once)")
-        self.events.write("stopping", signal=self._signals.name)
+    def _begin_stop(self, request: StopRequest) -> None:
+        again = " (again: at once)" if request.cause is StopCause.SIGNAL else ""
+        how = "at once" if request.at_once else f"after the current step, with a checkpoint{again}"
+        self._display.note(f"{request.text}: stopping {how}")
+        self.events.write("stopping", cause=request.cause.name.lower(), text=request.text, nodes=list(request.nodes))
         self.hub.stop()
+
+    def _say_ending(self, ending: Ending) -> None:
+        if ending.stop is None:
+            self.events.write("finished", step=self.hub.last_step)
+        else:
+            self.events.write(
+                "stopped", step=self.hub.last_step, cause=ending.stop.cause.name.lower(), text=ending.stop.text
+            )
 
     def _supervisor_stop_now(self) -> None:
         self.hub.stop()
@@ -169,9 +214,13 @@ class ControllerLoop:
     async def _drain_tracking(self) -> None:
         """The tracking process ends by itself when it has logged everything; wait for it, but not for ever."""
         deadline_s = time.monotonic() + _DRAIN_S
-        while self._supervisor.running("tracking") and time.monotonic() < deadline_s:
-            child = self._supervisor.children["tracking-0"]
-            if child.process.exit_code() is not None:
+        while self._supervisor.running("tracking"):
+            code = self._supervisor.children["tracking-0"].process.exit_code()
+            if code == 0:
+                return
+            if code is not None or time.monotonic() > deadline_s:
+                log = self._layout.log("tracking-0", self._incarnation.number)
+                self._display.note(f"tracking has not logged all steps (see {log}); the next start will log them")
                 return
             await asyncio.sleep(_LOOK_S)
 

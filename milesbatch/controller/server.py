@@ -31,18 +31,25 @@ class _Server(uvicorn.Server):
 
 
 class ControllerServer:
-    """Serves the hub on a free port of ``host``; ``url`` is known before the first request."""
+    """Serves the hub on a free port, for others under ``address``; ``url`` is known before the first request."""
 
     def __init__(
-        self, hub: Hub, token: str, incarnation: int, host: str, progress: Callable[[wire.Message], None]
+        self, hub: Hub, token: str, incarnation: int, address: str, progress: Callable[[wire.Message], None]
     ) -> None:
         self._hub = hub
         self._expected = (token, str(incarnation))
         self._progress = progress
-        self._socket = socket.create_server((host, 0))
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        # Other nodes may know this one by an address that is none of its own (a name, a bridge): listen on all then.
+        self._socket = socket.create_server((address if address == "127.0.0.1" else "", 0))
+        self.url = f"http://{address}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            self._application(), log_config=None, log_level="error", access_log=False, lifespan="off", ws="none"
+            self._application(),
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,  # longer than the pauses between heartbeats: a new connection costs more than a beat
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -78,13 +85,16 @@ class ControllerServer:
             return self._told(message)
 
         async def to_publish_again(message: wire.UnreachableRequest) -> wire.Message:
-            return wire.UnreachableVersions(versions=tuple(sorted(hub.unreachable)))
+            return hub.to_publish_again()
 
         async def step_done(message: wire.StepDone) -> wire.Message:
+            hub.step_s = message.metrics.get("train_s", 0.0) + message.metrics.get("publish_s", 0.0)
             return self._told(message)
 
         async def checkpointed(message: wire.Checkpointed) -> wire.Message:
-            return self._told(message)
+            hub.save_s = message.seconds
+            self._told(message)
+            return wire.CheckpointedAnswer(oldest_held=hub.oldest_held())
 
         async def finished(message: wire.Finished) -> wire.Message:
             hub.finish()
@@ -115,10 +125,14 @@ class ControllerServer:
         return wire.Ok()
 
     def _route(self, name: str, kind: type[M], answer: Callable[[M], Awaitable[wire.Message]]) -> Route:
+        hub = self._hub
+
         async def endpoint(request: Request) -> Response:
             headers = request.headers
             if (headers.get("x-milesbatch-token"), headers.get("x-milesbatch-incarnation")) != self._expected:
                 return JSONResponse({"error": "another incarnation"}, status_code=409)
+            if not hub.is_current(headers.get("x-milesbatch-process", "")):
+                return JSONResponse({"error": "replaced"}, status_code=409)
             try:
                 message = kind.model_validate_json(await request.body())
             except ValidationError as error:

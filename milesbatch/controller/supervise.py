@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from milesbatch.cluster.context import RoleContext
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.port import Launcher, RunningProcess
+from milesbatch.cluster.stamps import since_last_start
 from milesbatch.controller.hub import Hub
+from milesbatch.controller.stopping import StopCause, StopRequest
 from milesbatch.decisions.restarts import RestartPolicy, Verdict
 from milesbatch.errors import FencedError, InputError, RunFailedError
 from milesbatch.recipe.models import Recipe
@@ -24,6 +26,8 @@ from milesbatch.store.layout import RunLayout
 _LOST_HEARTBEATS = 7.5
 """Heartbeats that must fail to come before a process is lost: importing torch can hold a process up for some."""
 _START_S = 180.0
+_SLURMS_WORDS = ("srun:", "slurmstepd")
+"""How lines begin that tell of an end, and not of its cause."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,9 @@ class Supervisor:
         self._policy = RestartPolicy(recipe.slurm.max_restarts_without_progress)
         self._step_at_last_look = hub.last_step
         self._attempts: dict[str, int] = {}
+        self._lost_nodes: dict[str, str] = {}
+        """Node -> why: what ran there is gone, or cannot be proven to be."""
+        self._in_trouble: set[str] = set()
         self.children: dict[str, Child] = {}
 
     # -- starting ---------------------------------------------------------------------------------------------------
@@ -57,7 +64,8 @@ class Supervisor:
     def start_all(self) -> None:
         self._start_trainer()
         for index in range(self._recipe.rollout.workers):
-            self._start("rollout", index, self._recipe.rollout.workers, self._recipe.rollout.threads)
+            if self._launcher.has("rollout"):
+                self._start("rollout", index, self._recipe.rollout.workers, self._recipe.rollout.threads)
         if self._recipe.tracking.kind != "none":
             self._start("tracking", 0, 1, 1)
 
@@ -69,6 +77,7 @@ class Supervisor:
         name = f"{role}-{index}"
         self._attempts[name] = self._attempts.get(name, 0) + 1
         context = replace(self._base, role=role, index=index, count=count, attempt=self._attempts[name])
+        self._hub.started(name, context.attempt)
         process = self._launcher.start(context, threads)
         self.children[name] = Child(context, process, time.monotonic())
         self._events.write("process_started", name=name, pid=process.pid, attempt=context.attempt)
@@ -90,18 +99,53 @@ class Supervisor:
         for name, child in list(self.children.items()):
             code = child.process.exit_code()
             if code is None and (reason := self._why_lost(name, child)):
-                child.process.kill()
+                if not child.process.kill():
+                    self._lose_node(child.context, reason)
                 happened.append(self._ended(name, child, -signal.SIGKILL, reason))
             elif code is not None and self.children.get(name) is child:
                 happened.append(self._ended(name, child, code, describe_exit(code)))
-        return happened
+        return [*happened, *self._forget_silent_guests(), *self._told()]
+
+    def _told(self) -> list[str]:
+        """Who waits for space since the last look, and who does not any more."""
+        troubles = {name: peer.beat.trouble for name, peer in self._hub.peers.items()}
+        words = []
+        for name, trouble in sorted(troubles.items()):
+            if bool(trouble) != (name in self._in_trouble):
+                words.append(f"{name}: {trouble}" if trouble else f"{name} goes on: there is space again")
+        self._in_trouble = {name for name, trouble in troubles.items() if trouble}
+        return words
+
+    def look_for_stop(self) -> StopRequest | None:
+        """A lost node: the rest of this job cannot make up for it, another job can."""
+        if not self._lost_nodes:
+            return None
+        text = "; ".join(f"node {node} is lost ({why})" for node, why in self._lost_nodes.items())
+        return StopRequest(StopCause.NODE_LOST, text, nodes=tuple(self._lost_nodes))
+
+    def _lose_node(self, context: RoleContext, reason: str) -> None:
+        self._lost_nodes.setdefault(self._launcher.node_of(context), f"{context.name}: {reason}")
+
+    def _forget_silent_guests(self) -> list[str]:
+        """Workers that joined from jobs of their own are not this controller's to start again: their leases are freed."""
+        limit_s = _LOST_HEARTBEATS * self._recipe.slurm.heartbeat_s
+        now_s = time.monotonic()
+        silent = [
+            name
+            for name, peer in self._hub.peers.items()
+            if name not in self.children and now_s - peer.seen_at_s > limit_s
+        ]
+        for name in silent:
+            blocks = self._hub.forget(name)
+            self._events.write("guest_lost", name=name, leases_freed=blocks)
+        return [f"{name}, of another job, is silent; its work is handed out again" for name in silent]
 
     def _why_lost(self, name: str, child: Child) -> str | None:
         now_s = time.monotonic()
         peer = self._hub.peers.get(name)
         if child.context.role == "tracking":
             return None
-        if peer is None or peer.beat.pid != child.process.pid:
+        if peer is None or peer.beat.attempt != child.context.attempt:
             waited_s = now_s - child.started_at_s
             return f"no heartbeat {waited_s:.0f} s after its start" if waited_s > _START_S else None
         lost_s = _LOST_HEARTBEATS * self._recipe.slurm.heartbeat_s
@@ -114,25 +158,49 @@ class Supervisor:
     def _ended(self, name: str, child: Child, code: int, reason: str) -> str:
         role = child.context.role
         del self.children[name]
+        host = self._host_of(child)
+        said = last_error(since_last_start(log_tail(self._layout.log(name, child.context.incarnation))))
+        if name in self._in_trouble and not said:
+            said = self._hub.peers[name].beat.trouble  # its log is on the disk that is full
         blocks = self._hub.forget(name)
-        self._events.write("process_ended", name=name, exit_code=code, reason=reason, leases_freed=blocks)
+        self._events.write(
+            "process_ended", name=name, exit_code=code, reason=reason, host=host, said=said, leases_freed=blocks
+        )
         if code == 0 and (self._hub.is_stopping or self._hub.is_finished or role == "tracking"):
             return f"{name} ended"
-        said = last_error(log_tail(self._layout.log(name, child.context.incarnation)))
         is_fenced = self._layout.incarnation(child.context.incarnation + 1).exists()
         verdict = self._policy.judge(role, code, is_fenced)
         if role == "tracking" and verdict is not Verdict.RESTART:
             return f"tracking is off for the rest of this start ({reason}): {said}"
         if self._hub.is_stopping:
+            if role == "trainer":  # the others wait for it in a collective
+                self._kill_role("trainer")
             return f"{name} ended while stopping ({reason})"
         self._raise_final(verdict, name, reason, said)
+        if not self._may_restart_at(child.context, reason):
+            return f"{name} died ({reason}); its node is lost"
         self._restart(role, child)
-        return f"{name} died ({reason}); started again"
+        why = f": {said.splitlines()[0]}" if role == "tracking" and said else ""  # nothing else will name it
+        return f"{name} died ({reason}); started again{why}"
+
+    def _host_of(self, child: Child) -> str:
+        """Its node as Slurm calls it, else the host that it named; empty when it was never heard of."""
+        peer = self._hub.peers.get(child.context.name)
+        return self._launcher.node_of(child.context) or ("" if peer is None else peer.beat.host)
+
+    def _may_restart_at(self, context: RoleContext, reason: str) -> bool:
+        """Not on a lost node; and no new trainer while a rank of the old one may still write in this incarnation."""
+        if self._launcher.is_lost(context):
+            self._lose_node(context, reason)
+        if context.role == "trainer":
+            return not self._lost_nodes
+        return self._launcher.node_of(context) not in self._lost_nodes
 
     def _restart(self, role: str, child: Child) -> None:
         if role == "trainer":
             self._kill_role("trainer")
-            self._start_trainer()
+            if not self._lost_nodes:
+                self._start_trainer()
         else:
             context = child.context
             threads = self._recipe.rollout.threads if role == "rollout" else 1
@@ -167,7 +235,8 @@ class Supervisor:
     def _kill_role(self, role: str) -> None:
         for name in self.running(role):
             child = self.children.pop(name)
-            child.process.kill()
+            if not child.process.kill():
+                self._lose_node(child.context, "its processes could not be ended")
             self._hub.forget(name)
 
 
@@ -185,6 +254,8 @@ def last_error(tail: str) -> str:
     """The decisive lines at the end of a log: from the last ``error:`` on, else the last line of a traceback."""
     position = max(tail.rfind("\nerror: "), 0 if tail.startswith("error: ") else -1)
     if position >= 0:
-        return tail[position:].strip().removeprefix("error: ")
+        said = tail[position:].strip().removeprefix("error: ").splitlines()
+        return "\n".join(line for line in said if not line.startswith(_SLURMS_WORDS)).strip()
     lines = [line for line in tail.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    own = [line for line in lines if not line.startswith(_SLURMS_WORDS)]
+    return (own or lines)[-1].strip() if lines else ""

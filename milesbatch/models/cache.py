@@ -75,7 +75,10 @@ def _discard(entry: Path) -> None:
 def _build(entry: Path, build: Callable[[Path], None]) -> None:
     directory = entry / f"files-{secrets.token_hex(6)}"
     durable.make_directory(directory)
-    build(directory)
+    try:
+        build(directory)
+    except OSError as error:
+        raise durable.storage_error(directory, error) from error
     durable.sync_tree(directory)
     files = tuple(
         durable.file_ref(path, path.relative_to(directory).as_posix())

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from milesbatch.errors import MilesbatchError, ModelError, RecipeError
+from milesbatch.errors import MilesbatchError, ModelError, RecipeError, StorageError
 from milesbatch.models.cache import cached_directory
 from milesbatch.models.load import loading
 from milesbatch.models.made import make_config, make_model
@@ -52,7 +52,11 @@ def prepare_model(recipe: Recipe, model_directory: Path, cache: Path, report: Ca
     durable.make_directory(model_directory)
     if isinstance(model, MadeModel):
         entry = cache / "made" / made_model_key(recipe, model).removeprefix("xxh128:")
-        source = cached_directory(entry, lambda directory: _make(recipe, model, directory, report), report)
+        try:
+            source = cached_directory(entry, lambda directory: _make(recipe, model, directory, report), report)
+        except StorageError as error:
+            mend = f"{error.mend}; made models are kept in {cache}, MILESBATCH_CACHE names another place"
+            raise type(error)(error.what, mend=mend) from error
         _publish_directory(source, model_directory)
         return
     resolved = resolve_source(model, cache, report)
@@ -81,7 +85,7 @@ def _data_fingerprint(recipe: Recipe, model: MadeModel) -> str:
 
 
 def _make(recipe: Recipe, section: MadeModel, directory: Path, report: Callable[[str], None]) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     from transformers import GenerationConfig
 
     tokenizer = make_tokenizer(section.alphabet, section.max_length)
@@ -94,13 +98,15 @@ def _make(recipe: Recipe, section: MadeModel, directory: Path, report: Callable[
             report(f"warm start: step {step} of {steps}, loss {loss:.3f}")
 
     warm_start(recipe, section, model, tokenizer, progress)
+    # The output projection shares its storage with the embedding, so it is stored once, as transformers does.
+    tensors = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    # Not `save_file`, which makes it readable for its owner only: a cache may be shared. Before the small files, whose
+    # writers do not always say what a full disk is.
+    (directory / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     config = make_config(section)
     config.save_pretrained(directory)
     GenerationConfig.from_model_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    # The output projection shares its storage with the embedding, so it is stored once, as transformers does.
-    tensors = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _describe_pretrained(model: PretrainedModel, source: Path, directory: Path) -> None:

@@ -1,7 +1,7 @@
-"""``docs/recipe.md``, made from the recipe models: ``python -m milesbatch.recipe.document [--check] docs/recipe.md``.
+"""``docs/recipe.md`` and ``docs/sites.md``, made from the models: ``python -m milesbatch.recipe.document [--check] PAGE...``.
 
-Owns: the page's form. Never: descriptions, types or limits (``models.py`` has them). Invariant: the page is a pure
-function of the models, so that ``--check`` can compare it byte for byte.
+Owns: the pages' form. Never: descriptions, types or limits (the models have them). Invariant: a page is a pure function of the
+models, so that ``--check`` can compare it byte for byte.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from milesbatch.recipe.fields import kinds_of, limits_text, type_text
 from milesbatch.recipe.freeze import MAY_CHANGE
 from milesbatch.recipe.models import Recipe
+from milesbatch.recipe.site import Site
+from milesbatch.recipe.slurm import OWN_OPTIONS
 
 _OPENING = """\
 # Recipe
@@ -57,31 +59,124 @@ schedules shapes every step, those already recorded included. Any other differen
 """
 
 
+_SITES = """\
+# Sites
+
+<!-- Generated from milesbatch/recipe/site.py by `python -m milesbatch.recipe.document docs/sites.md`. Do not edit. -->
+
+A recipe says what is trained; a *site* says what a cluster is like: where nodes come from, how GPUs are asked for, what
+must be loaded, in what container processes run. The same recipe then runs on several clusters:
+
+    milesbatch submit recipes/tiny.yaml --site lumi --dry-run
+
+`--site` takes a path or a name; `MILESBATCH_SITE` names the one that is used when none is given. A name is looked for in
+`~/.config/milesbatch/sites/NAME.yaml` (`$XDG_CONFIG_HOME` is heeded) and then among those that are shipped in
+`slurm/sites/`:
+
+- `devcluster`: the development cluster of this repository, on which everything is tested;
+- `jean-zay` (account, constraint and QoS; offline nodes; no heterogeneous jobs), `lumi` (`--gpus-per-node`, whole and
+  shared nodes, Singularity), `kempner` (a safe and a preemptible partition), `lrz-ai` (Pyxis): worked examples of real
+  clusters, written from their public documentation and **not run there**. Each says its sources and what to change.
+
+Begin with a copy of the nearest one, or with a file of a few lines that `extends` it:
+
+```yaml
+extends: /path/to/slurm/sites/jean-zay.yaml
+name: jean-zay
+trainer: {account: mine@h100}
+rollout: {account: mine@h100}
+```
+
+A recipe's own `slurm.trainer` and `slurm.rollout` win over the site, field by field; directives of both are used.
+
+## What the shapes ask for
+
+- `het`: one heterogeneous job, a component for each group. The site must allow heterogeneous jobs; they start through the
+  backfill scheduler only.
+- `single`: one allocation, of which the trainer has the first nodes. All nodes come from where the trainer's do, and each
+  is as large as the larger of the two groups needs.
+- `separate`: the trainer's job, and one for rollout that may come and go, so its partition may be preemptible.
+
+In a heterogeneous job Slurm hands some options of the first component on to the second. So that every shape asks for the
+same, rollout takes the trainer's account and QoS where nothing else is said, `exclude` and `reservation` of the trainer
+are reset for rollout, and a trainer with `memory_gib` needs a rollout with it. Raw `directives` of the trainer such as
+`--hint` or `--nice` reach rollout too.
+
+## Containers
+
+Only the processes of the roles run in a container; the controller, which starts them with `srun`, runs outside with
+`python` and needs no torch. The run directory is mounted under its own path. Paths in the recipe must exist under the same
+name inside: add `mounts`. The working directory is that in which `milesbatch submit` was called; Apptainer and Singularity
+mount it by themselves where the site lets them, Pyxis needs `--container-workdir`.
+
+## A batch script of your own
+
+`template` names a script with lines for what milesbatch fills in:
+
+```bash
+#!/bin/bash
+{directives}
+#SBATCH --mail-type=END
+
+ulimit -n 65536
+{setup}
+{command}
+```
+
+`{command}` replaces the shell (`exec`), so that Slurm's signals reach it. Directives must come before the first command.
+These options are milesbatch's own, and neither a directive nor a template may set them: {own_options}.
+
+## Shared filesystems
+
+Runs belong on a filesystem that all nodes see and that keeps what it has acknowledged: `docs/storage.md`. `milesbatch submit`
+expands `~` and variables of `runs_directory` when it is called.
+"""
+
+
 def page() -> str:
-    """The whole page as Markdown."""
+    """The page of recipes as Markdown."""
     allowed = ", ".join(f"`{name}*`" if name.endswith(".") else f"`{name}`" for name in MAY_CHANGE)
-    parts = [_OPENING.replace("{may_change}", allowed), "## Top level\n", _about(Recipe), _table(Recipe)]
-    for name, field in Recipe.model_fields.items():
+    return _page(Recipe, _OPENING.replace("{may_change}", allowed))
+
+
+def sites_page() -> str:
+    """The page of sites as Markdown."""
+    return _page(Site, _SITES.replace("{own_options}", ", ".join(f"`--{name}`" for name in OWN_OPTIONS)))
+
+
+PAGES: dict[str, Callable[[], str]] = {"recipe.md": page, "sites.md": sites_page}
+
+
+def _page(root: type[BaseModel], opening: str) -> str:
+    parts = [opening, "## Top level\n", _about(root), _table(root)]
+    for name, field in root.model_fields.items():
         parts.extend(_section(name, field))
     return "\n".join(part for part in parts if part).rstrip("\n") + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or with ``--check`` compare it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m milesbatch.recipe.document", description="Write docs/recipe.md.")
-    parser.add_argument("path", type=Path, help="the page, for example docs/recipe.md")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when the file differs")
+    """Write the pages, or with ``--check`` compare them; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m milesbatch.recipe.document", description="Write generated pages.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PAGE", help="docs/recipe.md, docs/sites.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 when a file differs")
     options = parser.parse_args(arguments)
-    wanted = page()
-    if not options.check:
-        options.path.write_text(wanted, encoding="utf-8")
+    unknown = [path for path in options.paths if path.name not in PAGES]
+    if unknown:
+        parser.error(f"{unknown[0]}: not a generated page; those are {', '.join(PAGES)}")
+    codes = [_write(path, PAGES[path.name](), options.check) for path in options.paths]
+    return max(codes)
+
+
+def _write(path: Path, wanted: str, only_check: bool) -> int:
+    if not only_check:
+        path.write_text(wanted, encoding="utf-8")
         return 0
-    found = options.path.read_text(encoding="utf-8") if options.path.exists() else ""
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
     if found == wanted:
         return 0
-    lines = difflib.unified_diff(found.splitlines(), wanted.splitlines(), str(options.path), "models", lineterm="", n=1)
-    print(f"{options.path} is not what the models say; write it again with", file=sys.stderr)
-    print(f"  python -m milesbatch.recipe.document {options.path}", *lines, sep="\n", file=sys.stderr)
+    lines = difflib.unified_diff(found.splitlines(), wanted.splitlines(), str(path), "models", lineterm="", n=1)
+    print(f"{path} is not what the models say; write it again with", file=sys.stderr)
+    print(f"  python -m milesbatch.recipe.document {path}", *lines, sep="\n", file=sys.stderr)
     return 1
 
 

@@ -18,6 +18,12 @@ Kinds = dict[str, type[BaseModel]]
 """Members of a section that comes in kinds, by the value of its ``kind``."""
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value", type(None): "null"}
+_PATTERNS = {
+    r"^[^\n\r\x00]*$": "one line",
+    r"""^[^\s'"\\#]+$""": "without blanks, quotes, backslashes and `#`",
+    r"^--[a-z][a-z-]*(=[^\n\r\x00]*)?$": "`--option` or `--option=value`, one line",
+}
+"""Patterns that are told more clearly in words."""
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
@@ -55,7 +61,8 @@ def type_text(annotation: Any) -> str:
         return f"mapping from {type_text(arguments[0])} to {type_text(arguments[1])}"
     kinds = kinds_of(annotation)
     if kinds:
-        return "section" if "" in kinds else f"section of one `kind`: {', '.join(f'`{kind}`' for kind in kinds)}"
+        text = "section" if "" in kinds else f"section of one `kind`: {', '.join(f'`{kind}`' for kind in kinds)}"
+        return text + (" or null" if type(None) in _members(annotation) else "")
     if origin in (Union, types.UnionType):
         return " or ".join(type_text(member) for member in arguments)
     return _NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
@@ -74,7 +81,7 @@ def limits_text(field: FieldInfo) -> str:
             if length is not None:
                 words.append(f"length {word} {length}")
         if getattr(limit, "pattern", None) is not None:
-            words.append(f"must match `{limit.pattern}`")
+            words.append(_PATTERNS.get(limit.pattern, f"must match `{limit.pattern}`"))
     return ", ".join(words)
 
 

@@ -24,6 +24,7 @@ MAY_CHANGE: Final = (
     "tracking.",
     "rollout.workers",
     "rollout.lease_s",
+    "weights.retire",
     "environment.max_failed_share",
     "environment.failed_window",
 )

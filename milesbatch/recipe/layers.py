@@ -1,4 +1,4 @@
-"""Layers of a recipe: files that extend one another, and ``--set`` on top.
+"""Layers of a recipe or a site: files that extend one another, and ``--set`` on top.
 
 Owns: reading them, merging them, and the memory of where each value came from. Never: whether a value is allowed (the
 models say). Invariant: a later layer wins, key by key; only a section whose ``kind`` changes is replaced whole.
@@ -20,8 +20,13 @@ EXTENDS = "extends"
 _SET = re.compile(r"^(?P<path>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)$", re.DOTALL)
 
 
-def read_layers(path: FilePath, chain: tuple[FilePath, ...] = ()) -> Document:
-    """Read a recipe file on top of what it ``extends``; the value is a mapping without that key.
+_BEGIN = {"recipe": "begin with `name`, `steps`, `model` and `data`", "site": "begin with `name`"}
+
+
+def read_layers(path: FilePath, noun: str = "recipe", chain: tuple[FilePath, ...] = ()) -> Document:
+    """Read a file on top of what it ``extends``; the value is a mapping without that key.
+
+    ``noun`` says what it is, for errors: ``recipe`` or ``site``.
 
     Raises:
         RecipeError: a file is missing, empty, not YAML, not a mapping, or extends itself.
@@ -29,18 +34,18 @@ def read_layers(path: FilePath, chain: tuple[FilePath, ...] = ()) -> Document:
     resolved = path.resolve()
     if resolved in chain:
         cycle = " -> ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
-        raise RecipeError(f"recipes extend each other in a circle: {cycle}", mend="take one `extends` out")
-    document = _read_mapping(path)
+        raise RecipeError(f"{noun}s extend each other in a circle: {cycle}", mend="take one `extends` out")
+    document = _read_mapping(path, noun)
     if EXTENDS not in document.value:
         return document
     origin, base = document.origins[EXTENDS,], document.value.pop(EXTENDS)
     if not isinstance(base, str) or not base:
-        raise RecipeError(f"{origin}: `extends` is {base!r}; allowed: the path of one other recipe, as text")
+        raise RecipeError(f"{origin}: `extends` is {base!r}; allowed: the path of one other {noun}, as text")
     base_path = path.parent / base
     if not base_path.exists():
         what = f"{origin}: `extends: {base}` names {base_path}, which does not exist{_nearest_file(base_path)}"
         raise RecipeError(what, mend="give the path relative to the file that extends")
-    return merge(read_layers(base_path, (*chain, resolved)), document)
+    return merge(read_layers(base_path, noun, (*chain, resolved)), document)
 
 
 def merge(base: Document, over: Document) -> Document:
@@ -74,23 +79,23 @@ def assign(base: Document, assignments: Sequence[tuple[Path, Document]]) -> Docu
     return Document(values, origins)
 
 
-def _read_mapping(path: FilePath) -> Document:
+def _read_mapping(path: FilePath, noun: str) -> Document:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        what = f"there is no recipe {path}{_nearest_file(path)}"
+        what = f"there is no {noun} {path}{_nearest_file(path)}"
         raise RecipeError(what, mend="`milesbatch recipes ls` shows those that are shipped") from None
     except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}", mend="give the path of a file") from error
+        raise RecipeError(f"cannot read the {noun} {path}: {error.strerror}", mend="give the path of a file") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise RecipeError(f"{path}, line {line}: not UTF-8 text ({error.reason})", mend="save it as UTF-8") from error
     document = parse_yaml(text, str(path))
     if document.value is None:
-        raise RecipeError(f"the recipe {path} is empty", mend="begin with `name`, `steps`, `model` and `data`")
+        raise RecipeError(f"the {noun} {path} is empty", mend=_BEGIN[noun])
     if not isinstance(document.value, dict):
         kind = "a list" if isinstance(document.value, list) else "a single value"
-        raise RecipeError(f"the recipe {path} is {kind}, not a mapping", mend="write `name: value` lines")
+        raise RecipeError(f"the {noun} {path} is {kind}, not a mapping", mend="write `name: value` lines")
     return document
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from milesbatch.errors import RecipeError
 from milesbatch.recipe.layers import apply_overrides, read_layers
 from milesbatch.recipe.models import Recipe
-from milesbatch.recipe.problems import recipe_error
+from milesbatch.recipe.problems import problems_text
 from milesbatch.recipe.yaml_text import Document, dump_yaml
 from milesbatch.records import canonical_json, digest_bytes
 
@@ -40,14 +40,20 @@ def validate_document(document: Document, source: str) -> Recipe:
         # Strict validation of JSON takes a list for a tuple, yet neither "3" nor true for an integer.
         return Recipe.model_validate_json(json.dumps(document.value), strict=True)
     except ValidationError as error:
-        raise recipe_error(error, source, document.origins) from error
+        what = problems_text(error, Recipe, source, document.origins)
+        raise RecipeError(what, mend="correct these fields; docs/recipe.md describes every one") from error
     except UnicodeEncodeError as error:
         raise RecipeError(f"{source}: holds text that is not Unicode ({error.reason})") from error
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The one YAML text of a resolved recipe: every field, in the order of the models; free mappings sorted."""
-    return dump_yaml(_plain(recipe))
+    return dump_model(recipe)
+
+
+def dump_model(model: BaseModel) -> str:
+    """YAML text of a resolved recipe or site, which loads as an equal one."""
+    return dump_yaml(_plain(model))
 
 
 def recipe_digest(recipe: Recipe) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from milesbatch.recipe.artefacts import Checkpoint, Weights
 from milesbatch.recipe.inputs import (
     ArithmeticData,
     Data,
@@ -21,6 +22,10 @@ from milesbatch.recipe.inputs import (
     Section,
     WarmStart,
 )
+from milesbatch.recipe.slurm import Slurm
+
+_COLDEST = 1e-6
+"""Logits divided by less than this may overflow."""
 
 # -- rollout --------------------------------------------------------------------------------------------------------
 
@@ -57,6 +62,15 @@ class Sampling(Section):
     stop: tuple[str, ...] = Field(
         (), description="Texts that end a response; the matching text stays in the tokens that are trained on."
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_be_divided_by(cls, value: float) -> float:
+        if 0 < value < _COLDEST:
+            raise ValueError(
+                f"temperature is {value:g}; allowed: 0 (always the likeliest token) or at least {_COLDEST:g}"
+            )
+        return value
 
     @field_validator("top_k")
     @classmethod
@@ -260,76 +274,6 @@ class Algorithm(Section):
     )
 
 
-class Weights(Section):
-    """How policy versions reach the rollout group."""
-
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Type in which the rollout group sees the weights. `bfloat16` halves the bytes of every version and"
-        " makes rollout and trainer logprobs differ.",
-    )
-    keyframe_every: int = Field(
-        20,
-        ge=1,
-        description="Policy versions from one full copy to the next, with deltas between. 1 writes only full copies; large"
-        " values make a worker that starts late apply many deltas.",
-    )
-    transport: Literal["delta"] = Field(
-        "delta", description="How a version travels: `delta` writes differences as files in the run directory."
-    )
-
-
-class Checkpoint(Section):
-    """When state is saved, and what happens when a replay differs."""
-
-    every: int = Field(
-        10,
-        ge=1,
-        description="Train steps between checkpoints. A restart replays at most this many steps; 1 spends much time on"
-        " writing.",
-    )
-    keep: int = Field(
-        2,
-        ge=1,
-        description="Newest checkpoints that are kept. With 1 a damaged checkpoint means a replay from the very start.",
-    )
-    on_divergence: Literal["adopt", "stop"] = Field(
-        "stop",
-        description="What happens when a replayed step gives other weights than the published ones: `adopt` goes on from"
-        " the replayed ones and records it, `stop` ends the run.",
-    )
-
-
-class Slurm(Section):
-    """Limits on restarts; they hold for the local launcher too."""
-
-    max_restarts_without_progress: int = Field(
-        3,
-        ge=0,
-        description="Restarts of a role without a new train step in between, after which the run stops and says why. 0"
-        " stops at the first death; large values retry a hopeless start for long.",
-    )
-    heartbeat_s: float = Field(
-        2.0,
-        gt=0,
-        le=5,
-        description="Seconds between the heartbeats of a process; silent for seven and a half of them it counts as lost. Too"
-        " short takes a busy process for a lost one.",
-    )
-    hang_s: float = Field(
-        120.0,
-        gt=0,
-        description="Seconds after which a process that makes no progress is treated as dead. Shorter than loading the model"
-        " or one step takes, healthy processes are ended.",
-    )
-    disk_full_wait_s: float = Field(
-        600.0,
-        ge=0,
-        description="Seconds for which a writer waits for space on a full disk before the run stops. Nothing is lost either"
-        " way; 0 stops at once.",
-    )
-
-
 class Tracking(Section):
     """Where curves go."""
 
@@ -372,7 +316,10 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(
         Checkpoint(), description="When state is saved, and what happens when a replay differs."
     )
-    slurm: Slurm = Field(Slurm(), description="Limits on restarts, and heartbeats.")
+    slurm: Slurm = Field(
+        Slurm(),
+        description="What the run asks of Slurm; limits on restarts, and heartbeats, which hold without it too.",
+    )
     tracking: Tracking = Field(Tracking(), description="Where curves go.")
 
     @model_validator(mode="after")
@@ -383,6 +330,14 @@ class Recipe(Section):
                 f"rollout.groups_per_lease ({per_lease}) must divide trainer.groups_per_step ({per_step}); "
                 f"allowed: {[d for d in range(1, per_step + 1) if per_step % d == 0]}"
             )
+        for role, processes, nodes in (
+            ("rollout.workers", self.rollout.workers, self.slurm.rollout.nodes),
+            ("trainer.ranks", self.trainer.ranks, self.slurm.trainer.nodes),
+        ):
+            if processes % nodes:
+                raise ValueError(
+                    f"{role} ({processes}) must be a multiple of slurm.{role.split('.')[0]}.nodes ({nodes})"
+                )
         if isinstance(self.model, MadeModel):
             if self.model.hidden_size % self.model.heads:
                 raise ValueError(f"model.heads ({self.model.heads}) must divide model.hidden_size")

@@ -1,4 +1,4 @@
-"""Turn pydantic's errors into sentences a recipe's author can act on.
+"""Turn pydantic's errors into sentences that the author of a recipe or a site can act on.
 
 Owns: the wording. Never: the rules (the models have them). Invariant: each problem names the field, the value found,
 what is allowed, and the file and line or the ``--set`` it came from where that is known.
@@ -13,30 +13,27 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from milesbatch.errors import RecipeError
 from milesbatch.recipe.fields import Path, all_paths, allowed_text, follow, kinds_of
-from milesbatch.recipe.models import Recipe
 
-_MEND = "correct these fields; docs/recipe.md describes every one"
 _LONGEST = 80
 
 
-def recipe_error(error: ValidationError, source: str, origins: dict[Path, str]) -> RecipeError:
-    """One error that lists every problem of the recipe ``source``."""
-    problems = [_describe(detail, source, origins) for detail in error.errors(include_url=False)]
+def problems_text(error: ValidationError, root: type[BaseModel], source: str, origins: dict[Path, str]) -> str:
+    """Every problem that validating ``source`` as a ``root`` (the model of a recipe or a site) found, a line each."""
+    problems = [_describe(detail, root, source, origins) for detail in error.errors(include_url=False)]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return RecipeError("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]), mend=_MEND)
+    return "\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)])
 
 
-def _describe(detail: ErrorDetails, source: str, origins: dict[Path, str]) -> str:
-    path, model, field = follow(Recipe, detail["loc"])
+def _describe(detail: ErrorDetails, root: type[BaseModel], source: str, origins: dict[Path, str]) -> str:
+    path, model, field = follow(root, detail["loc"])
     kind = detail["type"]
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         kinds = ", ".join(f"`{name}`" for name in kinds_of(field.annotation)) if field else ""
         found = "missing" if kind == "union_tag_not_found" else f"found {_show(detail['ctx']['tag'])}"
         return f"{_head((*path, 'kind'), origins)}: {found}; allowed: one of {kinds}"
     if kind == "extra_forbidden":
-        text = f"unknown key with value {_show(detail['input'])}; {_suggestion(path, model)}"
+        text = f"unknown key with value {_show(detail['input'])}; {_suggestion(root, path, model)}"
     elif kind == "missing":
         text = f"missing; expected {allowed_text(field)}" if field else "missing"
         text += f" ({field.description})" if field and field.description and len(detail["loc"]) == len(path) else ""
@@ -72,19 +69,19 @@ def _head(path: Path, origins: dict[Path, str]) -> str:
     return ".".join(path)
 
 
-def _suggestion(path: Path, model: type[BaseModel] | None) -> str:
+def _suggestion(root: type[BaseModel], path: Path, model: type[BaseModel] | None) -> str:
     if model is None:
         return "no key is allowed here"
     section, name = path[:-1], path[-1]
     names = list(model.model_fields)
-    near = difflib.get_close_matches(name, names, n=3)
+    near = difflib.get_close_matches(name, names, n=3) or [known for known in names if known.startswith(f"{name}_")]
     elsewhere = [
-        ".".join(p) for p in all_paths(Recipe) if p[-1] == name or (len(path) == 1 and p == tuple(name.split(".")))
+        ".".join(p) for p in all_paths(root) if p[-1] == name or (len(path) == 1 and p == tuple(name.split(".")))
     ]
-    if near:
-        candidates = [".".join((*section, match)) for match in near]
-    elif elsewhere:
+    if elsewhere:
         candidates = list(dict.fromkeys(elsewhere))[:3]
+    elif near:
+        candidates = [".".join((*section, match)) for match in near]
     else:
         return f"allowed here: {', '.join(names)}"
     return f"did you mean {' or '.join(f'`{candidate}`' for candidate in candidates)}?"

@@ -95,7 +95,7 @@ class _Builder:
         except ValueError as error:
             raise RecipeError(f"{self.place(node)}: {node.value!r} is not readable ({error})", mend=_MEND) from error
         if not isinstance(value, str | int | float | None):
-            raise RecipeError(f"{self.place(node)}: {node.value!r} has a YAML type that recipes lack", mend=_MEND)
+            raise RecipeError(f"{self.place(node)}: {node.value!r} has a YAML type that is not used here", mend=_MEND)
         return value
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:

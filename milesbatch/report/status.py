@@ -1,23 +1,31 @@
-"""The state of a run: from its files alone, with the living controller's view of the workers where it answers."""
+"""The state of a run: from its files, its living controller where it answers, and Slurm where the run was submitted.
+
+Owns: the keys of ``milesbatch status --json``. Never writes, and never decides what a run does. Invariant: it works from
+files alone when nobody else answers, and says so. The page behind it is ``docs/operations.md``.
+"""
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
+import contextlib
 from typing import Any
 
-from milesbatch.errors import CorruptArtefactError
+from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.jobs.order import submitted_recipe
 from milesbatch.records import CheckpointManifest, IncarnationRecord, WeightsManifest
-from milesbatch.report.summary import step_events
+from milesbatch.report.condition import Condition, look
+from milesbatch.report.endings import (
+    VANISHED,
+    controller_events,
+    excluded_nodes,
+    last_word,
+    process_ends,
+    stop_in_words,
+)
+from milesbatch.report.summary import last_figures
 from milesbatch.store.durable import read_optional
-from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.liveness import is_alive, read_hint
-from milesbatch.store.run import open_run
+from milesbatch.store.run import OpenRun, open_run
 from milesbatch.store.survey import Seals, read_incarnations
-
-_ASK_S = 2.0
 
 
 def run_status(layout: RunLayout) -> dict[str, Any]:
@@ -26,39 +34,85 @@ def run_status(layout: RunLayout) -> dict[str, Any]:
     Raises:
         InputError: not a run. CorruptArtefactError: a record that the state depends on is damaged.
     """
-    incarnations = read_incarnations(layout)
-    current = incarnations[-1] if incarnations else None
-    run = open_run(layout, current.incarnation) if current else None
-    step = _last_number(layout, "batch")
-    version, digest = _newest_version(layout, step)
-    checkpoint = _last_checkpoint(layout, step)
-    steps = run.recipe.steps if run else 0
-    alive = current is not None and is_alive(layout, current, watch_s=3.0)
-    ending = _ending(layout, current)
-    live = _ask_controller(layout, current) if alive and current else None
-    metrics = list(step_events(layout).values())[-1:]
-    figures = metrics[0]["metrics"] if metrics else {}
-    return {
-        "run_id": run.record.run_id if run else None,
-        "state": _state(steps > 0 and is_finished(layout, steps), alive, ending, live),
-        "step": step,
-        "steps": steps,
-        "policy_version": version,
-        "weights_digest": digest,
-        "incarnation": current.incarnation if current else 0,
-        "job_ids": sorted({record.job_id for record in incarnations}),
-        "last_checkpoint_step": checkpoint,
-        "restarts": [
-            {"incarnation": record.incarnation, "cause": record.cause, "at": record.started_at}
-            for record in incarnations[1:]
-        ],
-        "workers": live["workers"] if live else [],
-        "lag": {"mean": figures.get("lag_mean"), "max": figures.get("lag_max")},
-        "reward_mean": figures.get("reward_mean"),
-        "cause": ending.get("error") if ending.get("event") == "failed" and not alive else None,
-        "waiting_for": live["waiting_for"] if live else None,
-        "would_be_replayed": max(step - max(checkpoint, 0), 0),
-    }
+    return StatusReader(layout).read()
+
+
+class StatusReader:
+    """Reads a run's status again and again; what cannot change is read once."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._run: tuple[int, OpenRun] | None = None
+        self._step = 0
+
+    def condition(self) -> Condition:
+        """Only whether it is queued, running or over; see :func:`run_status` for errors."""
+        incarnations = read_incarnations(self._layout)
+        current = incarnations[-1] if incarnations else None
+        return self._condition(current)
+
+    def read(self) -> dict[str, Any]:
+        """As :func:`run_status`."""
+        return self.read_both()[1]
+
+    def read_both(self) -> tuple[Condition, dict[str, Any]]:
+        """Condition, and the document for people and programs."""
+        layout = self._layout
+        incarnations = read_incarnations(layout)
+        current = incarnations[-1] if incarnations else None
+        condition = self._condition(current)
+        run = self._open(current)
+        self._step = step = _last_step(layout, self._step)
+        version, digest = _newest_version(layout, step)
+        checkpoint = _last_checkpoint(layout, step)
+        figures, live = last_figures(layout), condition.live or {}
+        limit = run.recipe.slurm.max_excluded_nodes if run else 0
+        queued = [job.job_id for job in condition.queue.of_role("run")]
+        return condition, {
+            "run_id": run.record.run_id if run else None,
+            "state": condition.state,
+            "step": step,
+            "steps": self._steps(run),
+            "policy_version": version,
+            "weights_digest": digest,
+            "incarnation": current.incarnation if current else 0,
+            "job_ids": sorted({*(record.job_id for record in incarnations), *queued}),
+            "last_checkpoint_step": checkpoint,
+            "restarts": [_restart(record) for record in incarnations[1:]],
+            "workers": live.get("workers", []),
+            "lag": {"mean": figures.get("lag_mean"), "max": figures.get("lag_max")},
+            "reward_mean": figures.get("reward_mean"),
+            "cause": condition.cause,
+            "failure": condition.failure.to_json() if condition.failure else None,
+            "waiting_for": live.get("waiting_for"),
+            "tokens_per_s": live.get("tokens_per_s"),
+            "would_be_replayed": max(step - max(checkpoint, 0), 0),
+            "slurm": condition.queue.word,
+            "jobs": [job.to_json() for job in condition.queue.jobs],
+            "excluded_nodes": excluded_nodes(layout, incarnations, limit),
+            "process_ends": process_ends(controller_events(layout, current)),
+            "note": condition.note,
+        }
+
+    def _condition(self, current: IncarnationRecord | None) -> Condition:
+        steps = self._steps(self._open(current))
+        return look(self._layout, current, current is not None and steps > 0 and is_finished(self._layout, steps))
+
+    def _open(self, current: IncarnationRecord | None) -> OpenRun | None:
+        if current is None:
+            return None
+        if self._run is None or self._run[0] != current.incarnation:
+            self._run = current.incarnation, open_run(self._layout, current.incarnation)
+        return self._run[1]
+
+    def _steps(self, run: OpenRun | None) -> int:
+        """Of the run, or of what was submitted and has not begun."""
+        if run is not None:
+            return run.recipe.steps
+        with contextlib.suppress(InputError):
+            recipe = submitted_recipe(self._layout)
+            return 0 if recipe is None else recipe.steps
+        return 0
 
 
 def is_finished(layout: RunLayout, steps: int) -> bool:
@@ -77,27 +131,27 @@ def is_finished(layout: RunLayout, steps: int) -> bool:
 def cause_of_restart(layout: RunLayout) -> str:
     """Why another incarnation begins, in words, from the last one's own log (for people: nothing is decided by it)."""
     incarnations = read_incarnations(layout)
-    ending = _ending(layout, incarnations[-1] if incarnations else None)
-    if not ending:
-        return "the controller was lost without a word (killed, or its node died)"
-    if ending["event"] == "failed":
-        return f"it failed: {str(ending.get('error', '')).splitlines()[0]}"
-    return {"finished": "more steps were asked for", "stopped": "it was stopped by a signal"}[ending["event"]]
+    word = last_word(layout, incarnations[-1] if incarnations else None)
+    if not word:
+        return VANISHED
+    if word["event"] == "failed":
+        return f"it failed: {str(word.get('error', '')).splitlines()[0]}"
+    return "more steps were asked for" if word["event"] == "finished" else stop_in_words(layout, incarnations[-1])
 
 
-def _state(has_finished: bool, alive: bool, ending: dict[str, Any], live: dict[str, Any] | None) -> str:
-    if has_finished:
-        return "finished"
-    if alive:
-        return str(live["state"]) if live else "running"
-    if ending.get("event") == "failed":
-        return "failed"
-    return "stopped"
+def _restart(record: IncarnationRecord) -> dict[str, Any]:
+    return {
+        "incarnation": record.incarnation,
+        "cause": record.cause,
+        "at": record.started_at,
+        "job_id": record.job_id,
+        "host": record.host,
+    }
 
 
-def _last_number(layout: RunLayout, kind: str) -> int:
-    step = 0
-    while getattr(layout, kind)(step + 1).exists():
+def _last_step(layout: RunLayout, known: int) -> int:
+    step = known if layout.batch(known).exists() else 0
+    while layout.batch(step + 1).exists():
         step += 1
     return step
 
@@ -113,26 +167,3 @@ def _newest_version(layout: RunLayout, step: int) -> tuple[int, str | None]:
 
 def _last_checkpoint(layout: RunLayout, step: int) -> int:
     return next((s for s in range(step, 0, -1) if layout.checkpoint_manifest(s).exists()), 0)
-
-
-def _ending(layout: RunLayout, current: IncarnationRecord | None) -> dict[str, Any]:
-    """The controller's last word in the newest incarnation, if it said one."""
-    if current is None:
-        return {}
-    last: dict[str, Any] = {}
-    for event, _ in read_events(layout.event_log("controller-0", current.incarnation)):
-        if event["event"] in ("finished", "stopped", "failed"):
-            last = event
-    return last
-
-
-def _ask_controller(layout: RunLayout, current: IncarnationRecord) -> dict[str, Any] | None:
-    hint = read_hint(layout, current.incarnation)
-    if not hint:
-        return None
-    try:
-        with urllib.request.urlopen(f"{hint['address']}/v1/status", timeout=_ASK_S) as answer:
-            body = json.load(answer)
-    except (urllib.error.URLError, TimeoutError, ValueError, KeyError):
-        return None
-    return body if isinstance(body, dict) else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import read_incarnations
+
+_TAIL_BYTES = 256 << 10
 
 
 def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
@@ -18,6 +21,26 @@ def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
             if event["event"] == "train_step":
                 steps.setdefault(int(event["step"]), event)
     return dict(sorted(steps.items()))
+
+
+def last_figures(layout: RunLayout) -> dict[str, float]:
+    """Figures of the last step that was trained, from the ends of the trainer's event logs; empty before the first step."""
+    best: dict[str, Any] = {"step": 0, "metrics": {}}
+    for record in read_incarnations(layout):
+        path = layout.event_log("trainer-0", record.incarnation)
+        for event, _ in read_events(path, _offset_of_tail(path)):
+            if event["event"] == "train_step" and int(event["step"]) > int(best["step"]):
+                best = event
+    figures: dict[str, float] = best["metrics"]
+    return figures
+
+
+def _offset_of_tail(path: Path) -> int:
+    """Where to begin so that the last events are read; the first line from there may be cut, which readers skip."""
+    try:
+        return max(0, path.stat().st_size - _TAIL_BYTES)
+    except OSError:
+        return 0
 
 
 def summary_lines(layout: RunLayout) -> list[str]:

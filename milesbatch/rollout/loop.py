@@ -214,6 +214,6 @@ class WorkerLoop:
             move_to_quarantine(self._layout.trajectory(name), self._layout.quarantine, reason)
 
     def _tell_full(self, text: str) -> None:
-        self._pulse.moved()
+        self._pulse.waits_for_space(text)
         print(text, file=sys.stderr, flush=True)
         self._events.write("waiting_for_space", error=text)

@@ -1,6 +1,6 @@
 """Reaching a policy version: when every way to it is damaged, say so and wait until the trainer has published it again.
 
-Owns the patience of a worker with damaged weights; never uses a version that is not proven (:mod:`milesbatch.weights.follower`).
+Owns the patience of a worker with damaged weights; never uses a version that is unproven (:mod:`milesbatch.weights.follower`).
 Invariant: a worker goes on with exactly the version that it was told to use (or, without bitwise mode, a newer one), or
 not at all. The page behind it is ``docs/protocol.md``, "damage while the run is live".
 """
@@ -8,14 +8,29 @@ not at all. The page behind it is ``docs/protocol.md``, "damage while the run is
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from milesbatch.errors import CorruptArtefactError, StoppedToContinue
 from milesbatch.store.events import EventLog
+from milesbatch.store.run import OpenRun
+from milesbatch.store.sight import sight_of
+from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.follower import Follower, VerifiedWeights
 from milesbatch.wire.client import Controller, Pulse
 
 _TRIES = 5
 """How often a version may come back damaged before this worker gives up: then the fault is rather its own host's."""
+
+
+def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None]) -> Follower:
+    """A follower of the versions that count in ``incarnation``; those that the controller names are looked for a while.
+
+    Raises:
+        CorruptArtefactError: an incarnation record is missing or damaged, so that nobody knows what counts.
+    """
+    sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, tell)
+    incarnations = sight.until_seen(lambda: read_incarnations(run.layout, at_least=incarnation))
+    return Follower(run.layout, accept=Seals(incarnations).accept_weights, sight=sight)
 
 
 class WeightsReach:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
+from milesbatch.store.sight import first_sight
 from milesbatch.wire.client import Controller, Pulse
 
 
@@ -24,11 +26,11 @@ def main(context: RoleContext) -> None:
     from milesbatch.models.load import context_length, load_skeleton, load_tokenizer, stop_token_ids
     from milesbatch.rollout.episodes import EpisodeRunner, Recorder
     from milesbatch.rollout.loop import WorkerLoop
+    from milesbatch.rollout.reaching import open_follower
     from milesbatch.trajectories.schema import FileMetadata
-    from milesbatch.weights.follower import Follower
 
     layout = RunLayout(context.run_directory)
-    run = open_run(layout, context.incarnation)
+    run = open_run(layout, context.incarnation, first_sight(layout.root))
     recipe = run.recipe
     torch.set_num_threads(recipe.rollout.threads)
     torch.use_deterministic_algorithms(recipe.determinism == "bitwise", warn_only=True)
@@ -49,7 +51,13 @@ def main(context: RoleContext) -> None:
         tokenizer_digest=run.record.fingerprints["tokenizer"],
         chat_template_digest=run.record.fingerprints.get("chat_template", ""),
     )
-    loop = WorkerLoop(context, run, engine, runner, Follower(layout), Controller(context), pulse, events, metadata)
+
+    def tell(text: str) -> None:
+        pulse.moved()  # no heartbeat may take the wait for a hang
+        print(text, file=sys.stderr, flush=True)
+
+    follower = open_follower(run, context.incarnation, tell)
+    loop = WorkerLoop(context, run, engine, runner, follower, Controller(context), pulse, events, metadata)
     try:
         loop.run()
     finally:

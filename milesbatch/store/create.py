@@ -16,15 +16,16 @@ from milesbatch.recipe.models import Recipe
 from milesbatch.records import RunRecord
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
-    TEMPORARY_PREFIX,
     AlreadyExistsError,
     create_exclusively,
     file_ref,
+    is_residue,
     make_directory,
     publish_file,
     remove_file,
 )
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import refresh
 
 
 def lay_out(layout: RunLayout, recipe: Recipe) -> None:
@@ -47,6 +48,9 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
     _refuse_headless(layout)
     for directory in layout.directories():
         make_directory(directory)
+    refresh(layout.root)  # this host may have found run.json missing before it was made
+    if layout.run_record.exists():
+        raise _made_by_another(layout)
     text = dump_recipe(recipe).encode()
     try:
         publish_file(layout.recipe, text)
@@ -63,12 +67,13 @@ def _refuse_headless(layout: RunLayout) -> None:
         for place in places
         if place.is_dir()
         for path in place.iterdir()
-        if not path.name.startswith(TEMPORARY_PREFIX)
+        if not is_residue(path.name)
     )
     if left:
         raise RunMismatchError(
             f"{layout.root} holds the files of a run ({left[0]} and {len(left) - 1} more), but its run.json is missing",
             mend="put run.json back from a copy, or give another directory with --run-dir; nothing was touched",
+            unseen=layout.run_record,
         )
 
 
@@ -96,17 +101,22 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
     try:
         create_exclusively(layout.run_record, record.to_bytes())
     except AlreadyExistsError:
-        raise RunHeldError(
-            f"another process has made a run in {layout.root} at the same time",
-            mend="watch it with `milesbatch status`; the same command continues it when it has ended",
-        ) from None
+        raise _made_by_another(layout) from None
     return record
 
 
+def _made_by_another(layout: RunLayout) -> RunHeldError:
+    return RunHeldError(
+        f"another process has made a run in {layout.root} at the same time",
+        mend="watch it with `milesbatch status`; the same command continues it when it has ended",
+        unseen=layout.run_record,
+    )
+
+
 def _model_files(layout: RunLayout) -> list[Path]:
-    """Without what a start that died left unfinished: the take-over sweeps it, so the record must not name it."""
+    """Without what a start that died left behind: it goes sooner or later, so the record must not name it."""
     files = (path for path in layout.model.rglob("*") if path.is_file())
-    return sorted(path for path in files if not path.name.startswith(TEMPORARY_PREFIX))
+    return sorted(path for path in files if not is_residue(path.name))
 
 
 def _relative(layout: RunLayout, path: Path) -> str:

@@ -21,10 +21,10 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -32,12 +32,22 @@ from milesbatch.errors import CorruptArtefactError, StorageError, StorageFullErr
 from milesbatch.records import FileRef, digest_bytes
 from milesbatch.store.operations import current
 
+T = TypeVar("T")
 TEMPORARY_PREFIX = ".tmp-"
+SILLY_PREFIX = ".nfs"
+"""Begins the names under which NFS keeps files that were deleted while somebody had them open; they go by themselves."""
+_TRIES = 3
+"""Of operations whose reply may have been lost, and of reads of a name that was just given to another file."""
 _CHUNK_BYTES = 1 << 20
 
 
 class AlreadyExistsError(StorageError):
     """The final name exists with other content: another writer won."""
+
+
+def is_residue(name: str) -> bool:
+    """Is a file of this name nobody's artefact: unfinished, or deleted?"""
+    return name.startswith((TEMPORARY_PREFIX, SILLY_PREFIX))
 
 
 def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -> StorageError:
@@ -48,10 +58,15 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
             f"no space or quota left for {path}{needed}",
             mend="free space (or raise the quota) on that filesystem and give the same command again; nothing was lost",
         )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if error.errno == errno.EROFS:
         return StorageReadOnlyError(
             f"cannot write {path}: {os.strerror(error.errno)}",
-            mend="make the directory writable for this user, or choose another with --run-dir",
+            mend="make that filesystem writable again and give the same command; nothing was lost",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return StorageReadOnlyError(
+            f"cannot use {path}: {os.strerror(error.errno)}",
+            mend="give this user the permission to read and write it, or choose another directory",
         )
     cause = os.strerror(error.errno) if error.errno else str(error)
     return StorageError(f"cannot use {path}: {cause}", mend="check the filesystem, then give the same command again")
@@ -66,13 +81,21 @@ def make_directory(directory: Path) -> None:
     try:
         missing = [p for p in (directory, *directory.parents) if not p.exists()]
         for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another process was quicker
+            try:
                 current().make_directory(path)
+            except OSError as error:
+                # Another process was quicker, or the reply was lost.
+                if not path.is_dir():
+                    raise error if error.errno != errno.EEXIST else _not_a_directory(path) from None
             current().sync_directory(path.parent)
         if not directory.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+            raise _not_a_directory(directory)
     except OSError as error:
         raise storage_error(directory, error) from error
+
+
+def _not_a_directory(path: Path) -> OSError:
+    return NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 @dataclass
@@ -98,10 +121,10 @@ def publishing(
         StorageFullError, StorageReadOnlyError, StorageError: nothing was committed.
         AlreadyExistsError: the name exists with other content.
     """
-    temporary = directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
+        temporary, created = _create_temporary(directory)
         try:
-            with current().create(temporary) as stream:
+            with created as stream:
                 published = PublishedFile(stream)
                 yield published
                 current().sync_file(temporary, stream)
@@ -119,13 +142,30 @@ def publishing(
         raise storage_error(directory / name if isinstance(name, str) else directory, error) from error
 
 
+def _create_temporary(directory: Path) -> tuple[Path, BinaryIO]:
+    """A new file of a name that is nobody else's; one that exists is this call's own, its reply was lost."""
+    tries = 1
+    while True:
+        path = directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        try:
+            return path, current().create(path)
+        except FileExistsError:
+            if tries == _TRIES:
+                raise
+            tries += 1
+
+
 def _link(temporary: Path, final: Path, ref: FileRef) -> None:
     try:
         current().link(temporary, final)
-    except FileExistsError:
+    except OSError as error:
         # NFS may have lost the reply to a link that succeeded: same content means that this writer won.
-        if final.stat().st_size != ref.bytes or digest_file(final) != ref.digest:
+        found = read_digest(final)
+        if found == (ref.bytes, ref.digest):
+            return
+        if isinstance(error, FileExistsError):
             raise AlreadyExistsError(f"{final} was already committed by another writer") from None
+        raise
 
 
 def publish_file(final: Path, data: bytes, before_commit: Callable[[], None] | None = None) -> FileRef:
@@ -151,14 +191,34 @@ def create_exclusively(final: Path, data: bytes, before_commit: Callable[[], Non
 
 def replace_hint(path: Path, data: bytes) -> None:
     """Overwrite a *hint* (liveness, addresses): not an artefact, not durable, never read to decide what is true."""
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     try:
-        with current().create(temporary) as stream:
-            stream.write(data)
-        current().replace(temporary, path)
+        temporary, created = _create_temporary(path.parent)
+        try:
+            with created as stream:
+                stream.write(data)
+            current().replace(temporary, path)
+        except OSError:
+            if read_optional(path) != data:  # else only the reply was lost
+                raise
+        finally:
+            with contextlib.suppress(OSError):
+                current().unlink(temporary)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            current().unlink(temporary)
+        raise storage_error(path, error) from error
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, from its first byte on; not durable. Overwrites its predecessor.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as stream:
+            stream.write(data)
+    except OSError as error:
         raise storage_error(path, error) from error
 
 
@@ -183,13 +243,17 @@ def move_to_quarantine(path: Path, quarantine: Path, reason: str) -> Path:
     make_directory(quarantine)
     target = quarantine / f"{path.parent.name}.{path.name}.{secrets.token_hex(4)}"
     try:
-        current().rename(path, target)
+        try:
+            current().rename(path, target)
+        except OSError:
+            if not target.exists():  # else only the reply was lost
+                raise
         current().sync_directory(path.parent)
         current().sync_directory(quarantine)
-        with current().create(target.with_name(target.name + ".reason.txt")) as stream:
-            stream.write(reason.encode() + b"\n")
     except OSError as error:
         raise storage_error(path, error) from error
+    with contextlib.suppress(OSError), current().create(target.with_name(target.name + ".reason.txt")) as stream:
+        stream.write(reason.encode() + b"\n")  # for people
     return target
 
 
@@ -201,6 +265,7 @@ def remove_tree(directory: Path) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             current().unlink(directory / "manifest.json")
+        with contextlib.suppress(FileNotFoundError):
             current().sync_directory(directory)
         for path in sorted(directory.rglob("*"), reverse=True):
             with contextlib.suppress(OSError):  # what stays is payload without a manifest: it costs space only
@@ -221,6 +286,24 @@ def remove_file(path: Path) -> None:
         raise storage_error(path, error) from error
 
 
+def remove_files(directory: Path, names: Iterable[str]) -> None:
+    """Delete files of ``directory`` that nothing needs, durably; those that are gone already are fine.
+
+    Crash state: some of them are left.
+    """
+    for name in names:
+        remove_file(directory / name)
+    sync_names(directory)
+
+
+def sync_names(directory: Path) -> None:
+    """Make the names in ``directory`` durable, those that others gave included."""
+    try:
+        current().sync_directory(directory)
+    except OSError as error:
+        raise storage_error(directory, error) from error
+
+
 def sweep_temporary(directory: Path) -> int:
     """Remove what crashed writers left behind in ``directory``; returns how many. Only while no other writer is alive."""
     count = 0
@@ -236,19 +319,59 @@ def sweep_temporary(directory: Path) -> int:
 
 def digest_file(path: Path) -> str:
     """Digest of a file's bytes, read in chunks."""
-    hasher = xxhash.xxh3_128()
+    return _size_and_digest(path)[1]
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    hasher, size = xxhash.xxh3_128(), 0
     with open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             hasher.update(chunk)
-    return "xxh128:" + hasher.hexdigest()
+            size += len(chunk)
+    return size, "xxh128:" + hasher.hexdigest()
+
+
+def read_digest(path: Path) -> tuple[int, str] | None:
+    """Size and digest of what is read from a file, not of what ``stat`` says; None when it does not exist.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return _not_stale(lambda: _size_and_digest(path))
+    except FileNotFoundError:
+        return None
+
+
+def _not_stale(read: Callable[[], T]) -> T:
+    """Result of ``read``; when the file behind the name was exchanged meanwhile (ESTALE), that of another look."""
+    tries = 1
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE or tries == _TRIES:
+                raise
+            tries += 1
+
+
+def ends_with(path: Path, ending: bytes) -> bool:
+    """Does a file end like this? One that is only seen in part does not.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    data = read_optional(path)
+    return data is not None and data.endswith(ending)
 
 
 def file_ref(path: Path, name: str | None = None) -> FileRef:
-    """Size and digest of a file, under ``name`` (default: its own)."""
+    """Size and digest of what is read from a file, under ``name`` (default: its own)."""
     try:
-        return FileRef(path=name or path.name, bytes=path.stat().st_size, digest=digest_file(path))
+        size, digest = _size_and_digest(path)
     except OSError as error:
         raise storage_error(path, error) from error
+    return FileRef(path=name or path.name, bytes=size, digest=digest)
 
 
 def verify_file(path: Path, ref: FileRef) -> None:
@@ -259,14 +382,37 @@ def verify_file(path: Path, ref: FileRef) -> None:
     """
     mend = "run `milesbatch audit` on the run; this file must not be used"
     try:
-        size = path.stat().st_size
-        found = digest_file(path) if size == ref.bytes else f"another size ({size} bytes, expected {ref.bytes})"
-    except FileNotFoundError:
-        raise CorruptArtefactError(f"{path} is missing; expected {ref.bytes} bytes, {ref.digest}", mend=mend) from None
+        found = read_digest(path)
     except OSError as error:
         raise storage_error(path, error) from error
-    if found != ref.digest:
-        raise CorruptArtefactError(f"{path} is damaged: expected {ref.digest}, found {found}", mend=mend)
+    if found is None:
+        what = f"{path} is missing; expected {ref.bytes} bytes, {ref.digest}"
+        raise CorruptArtefactError(what, mend=mend, unseen=path)
+    size, digest = found
+    if size != ref.bytes:
+        digest = f"another size ({size} bytes, expected {ref.bytes})"
+    if digest != ref.digest:
+        what = f"{path} is damaged: expected {ref.digest}, found {digest}"
+        raise CorruptArtefactError(what, mend=mend, unseen=path if size < ref.bytes else None)
+
+
+def verify_files(directory: Path, files: Iterable[FileRef]) -> None:
+    """Check the payload files of an artefact, which lie below ``directory``; see :func:`verify_file`.
+
+    Raises:
+        CorruptArtefactError: for the first one that is missing, truncated or changed.
+    """
+    for ref in files:
+        verify_file(directory / ref.path, ref)
+
+
+def first_damage(directory: Path, files: Iterable[FileRef]) -> str | None:
+    """What :func:`verify_files` finds first; None when all files are whole."""
+    try:
+        verify_files(directory, files)
+    except CorruptArtefactError as error:
+        return error.what
+    return None
 
 
 def read_verified(path: Path, digest: str) -> bytes:
@@ -277,7 +423,9 @@ def read_verified(path: Path, digest: str) -> bytes:
     """
     data = read_optional(path)
     if data is None:
-        raise CorruptArtefactError(f"{path} is missing; expected {digest}", mend="run `milesbatch audit` on the run")
+        raise CorruptArtefactError(
+            f"{path} is missing; expected {digest}", mend="run `milesbatch audit` on the run", unseen=path
+        )
     found = digest_bytes(data)
     if found != digest:
         raise CorruptArtefactError(
@@ -293,7 +441,7 @@ def read_optional(path: Path) -> bytes | None:
         StorageError: it exists but cannot be read.
     """
     try:
-        return path.read_bytes()
+        return _not_stale(path.read_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from milesbatch.errors import StorageFullError
 from milesbatch.store.clock import utc_now
-from milesbatch.store.durable import storage_error
+from milesbatch.store.durable import make_directory, storage_error
 from milesbatch.store.layout import RunLayout
 
 
@@ -24,6 +24,7 @@ class EventLog:
     def __init__(self, layout: RunLayout, process: str, incarnation: int) -> None:
         self._path = layout.event_log(process, incarnation)
         self._common = {"process": process, "incarnation": incarnation}
+        make_directory(self._path.parent)  # a host that has not seen it yet sees it then
         try:
             # Unbuffered: a line that finds no space is lost at once, and is not met again in the next write or close.
             self._stream = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the process

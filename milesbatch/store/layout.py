@@ -13,6 +13,10 @@ _TRAJECTORY = re.compile(
 )
 
 
+TRAJECTORY_END = b"ARROW1"
+"""How every whole trajectory file ends (the Arrow IPC file format)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryName:
     """What a trajectory file's name says: its groups, who wrote it and in which incarnation, and a tag of its content."""
@@ -74,6 +78,19 @@ class RunLayout:
         """A hint, rewritten every few seconds by a living controller: host, pid, address, a counter."""
         return self.incarnations / f"{number(incarnation)}.alive"
 
+    def stop_request(self, incarnation: int) -> Path:
+        """A request to the living controller of this incarnation to stop; a hint, like ``liveness``."""
+        return self.incarnations / f"{number(incarnation)}.stop"
+
+    def token(self, incarnation: int) -> Path:
+        """The secret by which workers of other jobs join this incarnation; only the owner can read it."""
+        return self.incarnations / f"{number(incarnation)}.token"
+
+    @property
+    def jobs(self) -> Path:
+        """Batch scripts of the run's Slurm jobs, and what they read: resolved recipes and sites."""
+        return self.root / "jobs"
+
     @property
     def trajectories(self) -> Path:
         return self.root / "trajectories"
@@ -98,6 +115,10 @@ class RunLayout:
     def weights_manifest(self, version: int) -> Path:
         return self.weights_version(version) / "manifest.json"
 
+    def weights_retirement(self, version: int) -> Path:
+        """Says that the version's payload was deleted; beside the manifest, which stays."""
+        return self.weights_version(version) / "retired.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
@@ -111,6 +132,14 @@ class RunLayout:
     def checkpoint_shards(self, step: int, incarnation: int) -> Path:
         """Directory for the shards; its name carries the incarnation, so that two of them never share files."""
         return self.checkpoint(step) / f"shards.i{number(incarnation)}"
+
+    @property
+    def holds(self) -> Path:
+        return self.root / "holds"
+
+    def hold(self, name: str) -> Path:
+        """A hint, rewritten every few seconds while a reader of old weights lives."""
+        return self.holds / f"{name}.json"
 
     @property
     def inflight(self) -> Path:
@@ -148,8 +177,10 @@ class RunLayout:
             self.batches,
             self.weights,
             self.checkpoints,
+            self.holds,
             self.inflight,
             self.events,
+            self.jobs,
             self.logs,
             self.quarantine,
         )

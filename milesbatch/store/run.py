@@ -15,6 +15,7 @@ from milesbatch.recipe.models import Recipe
 from milesbatch.records import IncarnationRecord, RunRecord
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import AT_ONCE, Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +47,33 @@ def frozen_recipe(layout: RunLayout, record: RunRecord) -> Recipe:
         try:
             verify_file(layout.root / ref.path, ref)
         except CorruptArtefactError as error:
-            raise CorruptArtefactError(
-                error.what, mend="put the file back from a copy of the run; the run cannot go on without it"
-            ) from error
+            mend = "put the file back from a copy of the run; the run cannot go on without it"
+            raise CorruptArtefactError(error.what, mend=mend, unseen=error.unseen) from error
     return load_recipe(layout.recipe)
 
 
-def open_run(layout: RunLayout, incarnation: int) -> OpenRun:
-    """The run as ``incarnation`` runs it.
+def open_run(layout: RunLayout, incarnation: int, sight: Sight = AT_ONCE) -> OpenRun:
+    """The run as ``incarnation`` runs it; ``sight`` is for a process that was told that it does.
 
     Raises:
         InputError: there is no run in this directory.
         CorruptArtefactError: one of its records is damaged.
     """
+    return sight.until_seen(lambda: _open_run(layout, incarnation))
+
+
+def _open_run(layout: RunLayout, incarnation: int) -> OpenRun:
     record = read_run_record(layout)
     if record is None:
-        raise InputError(f"{layout.root} is not a run: it has no run.json", mend="give the directory of a run")
+        raise InputError(
+            f"{layout.root} is not a run: it has no run.json",
+            mend="give the directory of a run",
+            unseen=layout.run_record,
+        )
     recipe = frozen_recipe(layout, record)
     path = layout.incarnation(incarnation)
     data = read_optional(path)
     if data is None:
-        raise CorruptArtefactError(f"{path} is missing", mend="run `milesbatch audit` on the run")
+        raise CorruptArtefactError(f"{path} is missing", mend="run `milesbatch audit` on the run", unseen=path)
     changes = IncarnationRecord.from_bytes(data, str(path)).recipe_changes
     return OpenRun(layout, record, with_changes(recipe, changes))

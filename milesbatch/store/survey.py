@@ -2,12 +2,14 @@
 
 An artefact of incarnation i counts when it is whole and every later incarnation's seal covers it. The survey walks the
 batch records (the truth), then the weights, checkpoints and unconsumed trajectories that belong to them, and lists what
-must not be used, with the reason.
+must not be used, with the reason. Names that can be predicted are asked for, whatever a listing says. What must exist by
+all that is known and is not there is *unseen*: missing, unless a shared filesystem only shows it late
+(``store/sight.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,13 +23,16 @@ from milesbatch.records import (
     FileRef,
     IncarnationRecord,
     Record,
+    Retirement,
     Seal,
     WeightsManifest,
 )
-from milesbatch.store.durable import digest_file, read_optional, storage_error, verify_file
-from milesbatch.store.layout import RunLayout, TrajectoryName
+from milesbatch.store.durable import digest_file, ends_with, read_optional, storage_error, verify_files
+from milesbatch.store.layout import TRAJECTORY_END, RunLayout, TrajectoryName
+from milesbatch.store.sight import refresh
 
 R = TypeVar("R", bound=Record)
+_NOTHING = Seal(last_batch=0, last_version=-1, checkpoints=(), trajectories=())
 
 
 @dataclass(slots=True)
@@ -39,6 +44,8 @@ class Survey:
     checkpoints: list[int] = field(default_factory=list)
     ready_files: list[TrajectoryName] = field(default_factory=list)
     broken: list[tuple[Path, str]] = field(default_factory=list)
+    unseen: list[Path] = field(default_factory=list)
+    """What may still appear, and would change what counts."""
 
     @property
     def fates(self) -> FateTable:
@@ -53,18 +60,25 @@ class Survey:
         )
 
 
-def read_incarnations(layout: RunLayout) -> list[IncarnationRecord]:
+def read_incarnations(layout: RunLayout, at_least: int = 0) -> list[IncarnationRecord]:
     """All incarnation records, 1 and up; their names are predicted, not listed.
 
+    ``at_least`` of them are known to exist: without them what a fenced incarnation wrote would seem to count.
+
     Raises:
-        CorruptArtefactError: one of them is damaged: who may write can then not be known.
+        CorruptArtefactError: one of them is damaged or missing: who may write can then not be known.
     """
     records: list[IncarnationRecord] = []
     while True:
         path = layout.incarnation(len(records) + 1)
         data = read_optional(path)
         if data is None:
-            _refuse_gap(layout, path)
+            if len(records) < at_least:
+                raise CorruptArtefactError(
+                    f"{path} is missing", mend="put the file back from a copy of the run", unseen=path
+                )
+            data = _look_again(layout, path)
+        if data is None:
             return records
         record = IncarnationRecord.from_bytes(data, str(path))
         if record.incarnation != len(records) + 1:
@@ -74,24 +88,37 @@ def read_incarnations(layout: RunLayout) -> list[IncarnationRecord]:
         records.append(record)
 
 
-def _refuse_gap(layout: RunLayout, missing: Path) -> None:
-    """A record above a missing one: who may write, and what the missing seal said, cannot be known."""
+def _look_again(layout: RunLayout, missing: Path) -> bytes | None:
+    """A record above a missing one: who may write, and what the missing seal said, cannot be known. Unless this host only
+    remembers that it was missing once."""
     above = [path for number, path in _numbered(layout.incarnations, ".json") if path.name > missing.name]
-    if above:
+    if not above:
+        return None
+    refresh(layout.incarnations)
+    data = read_optional(missing)
+    if data is None:
         raise CorruptArtefactError(
             f"{missing} is missing, but {above[0].name} exists: the seals of this run cannot be followed",
             mend="put the file back from a copy of the run; nothing was changed",
+            unseen=missing,
         )
+    return data
 
 
-def survey(layout: RunLayout, incarnations: Sequence[IncarnationRecord]) -> Survey:
-    """Find what counts in a run whose incarnations are ``incarnations``. Reads every file that the next start will use."""
+def survey(
+    layout: RunLayout, incarnations: Sequence[IncarnationRecord], *, last_batch: int = 0, last_version: int = -1
+) -> Survey:
+    """Find what counts in a run whose incarnations are ``incarnations``. Reads every file that the next start will use.
+
+    Batch records up to ``last_batch`` and versions up to ``last_version`` were committed, as the caller was told.
+    """
     found = Survey()
     later = Seals(incarnations)
-    _survey_batches(layout, later, found)
-    _survey_weights(layout, later, found)
-    _survey_checkpoints(layout, later, found)
-    _survey_trajectories(layout, later, found)
+    promised = incarnations[-1].seal if incarnations else _NOTHING
+    _survey_batches(layout, later, max(promised.last_batch, last_batch), found)
+    _survey_weights(layout, later, max(promised.last_version, last_version), found)
+    _survey_checkpoints(layout, later, promised.checkpoints, found)
+    _survey_trajectories(layout, later, promised.trajectories, found)
     return found
 
 
@@ -129,7 +156,23 @@ def _read(kind: type[R], path: Path, found: Survey) -> R | None:
         return kind.from_bytes(data, str(path))
     except CorruptArtefactError as error:
         found.broken.append((path, str(error)))
+        found.unseen += [error.unseen] if error.unseen is not None else []
         return None
+
+
+def _is_missing(path: Path, found: Survey) -> bool:
+    """Is it not there, rather than there and not to be used?"""
+    return all(path != broken for broken, _ in found.broken) and read_optional(path) is None
+
+
+def _damage(directory: Path, files: Sequence[FileRef], found: Survey) -> str | None:
+    """What is wrong with the first payload file that is not whole."""
+    try:
+        verify_files(directory, files)
+    except CorruptArtefactError as error:
+        found.unseen += [error.unseen] if error.unseen is not None else []
+        return error.what
+    return None
 
 
 def _numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
@@ -145,7 +188,7 @@ def _numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
     return sorted(entries)
 
 
-def _survey_batches(layout: RunLayout, later: Seals, found: Survey) -> None:
+def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
     fates = FateTable()
     while True:
         step = fates.last_step + 1
@@ -163,48 +206,93 @@ def _survey_batches(layout: RunLayout, later: Seals, found: Survey) -> None:
             break
         found.batches.append(record)
     already = {path for path, _ in found.broken}
-    for step, path in _numbered(layout.batches, ".json"):
-        if step > fates.last_step and path not in already:
-            found.broken.append((path, f"batch record {step} does not follow the unbroken chain 1..{fates.last_step}"))
+    above = [(n, p) for n, p in _numbered(layout.batches, ".json") if n > fates.last_step and p not in already]
+    if promised > fates.last_step or above:
+        _expect_batch(layout, found)
+    for step, path in above:
+        found.broken.append((path, f"batch record {step} does not follow the unbroken chain 1..{fates.last_step}"))
 
 
-def _survey_weights(layout: RunLayout, later: Seals, found: Survey) -> None:
+def _expect_batch(layout: RunLayout, found: Survey) -> None:
+    """Something shows that the next batch record was committed."""
+    path = layout.batch(len(found.batches) + 1)
+    if path not in found.unseen and _is_missing(path, found):
+        found.unseen.append(path)
+
+
+def _versions(layout: RunLayout, last_batch: int) -> list[int]:
+    """Versions that may exist, ascending: those that follow from the batch records, and what is listed beyond."""
+    return sorted({*range(last_batch + 1), *(version for version, _ in _numbered(layout.weights))})
+
+
+def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
     last_batch = len(found.batches)
     good: dict[int, WeightsManifest] = {}
     chain_end = -1
-    for version, directory in _numbered(layout.weights):
-        path = directory / "manifest.json"
+    for version in _versions(layout, last_batch):
+        path = layout.weights_manifest(version)
         manifest = _read(WeightsManifest, path, found)
         if manifest is None:
             continue
         reason = None
         if manifest.version != version:
             reason = f"it is the manifest of policy version {manifest.version}"
-        elif version > last_batch:
-            reason = f"policy version {version} has no batch record"
         elif not later.accept_weights(manifest):
             reason = f"written by incarnation {manifest.incarnation} after it had been sealed"
+        elif version > last_batch:
+            reason = f"policy version {version} has no batch record"
+            _expect_batch(layout, found)
         elif good and version != chain_end + 1:
             reason = f"policy version {version} does not follow version {chain_end}"
         elif manifest.artefact == "delta" and manifest.parent not in good:
             reason = f"its parent, version {manifest.parent}, is missing"
+        if manifest.version == version and later.accept_weights(manifest):
+            promised = max(promised, version)  # manifests are never deleted: all before it must be there
         if reason is None:
             good[version] = manifest
             chain_end = version
         else:
             found.broken.append((path, reason))
-    _verify_newest_chain(layout, good, found)
+    expected = (layout.weights_manifest(version) for version in range(min(promised, last_batch) + 1))
+    found.unseen += [path for path in expected if _is_missing(path, found)][:1]
+    retired = _survey_retirements(layout, found)
+    _verify_newest_chain(layout, good, retired, found)
+    # Of a version that does not count, so that one of the same number can be published again.
+    found.broken.extend(
+        (layout.weights_retirement(version), f"it is of policy version {version}, which does not count")
+        for version in sorted(retired)
+        if version not in good or version > found.last_version
+    )
 
 
-def _verify_newest_chain(layout: RunLayout, good: dict[int, WeightsManifest], found: Survey) -> None:
-    """Check the payload that workers will read: from the newest keyframe on; damage ends the accepted versions there."""
-    keyframes = [version for version, manifest in good.items() if manifest.artefact == "keyframe"]
+def _survey_retirements(layout: RunLayout, found: Survey) -> set[int]:
+    """Versions whose payload was retired: neither broken, nor the beginning of a chain."""
+    retired = set()
+    for version in _versions(layout, len(found.batches)):
+        path = layout.weights_retirement(version)
+        record = _read(Retirement, path, found) if layout.weights_version(version).is_dir() else None
+        if record is not None and record.version != version:
+            found.broken.append((path, f"it is the retirement of policy version {record.version}"))
+        elif record is not None:
+            retired.add(version)
+    return retired
+
+
+def _verify_newest_chain(layout: RunLayout, good: dict[int, WeightsManifest], retired: Set[int], found: Survey) -> None:
+    """Check the payload that workers will read: from the newest keyframe on; damage ends the accepted versions there.
+
+    Without any whole keyframe the retired versions still count: a replay is compared with them. What a worker needs of them
+    is published again (:meth:`milesbatch.weights.publisher.Publisher.distrust`).
+    """
+    keyframes = [
+        version for version, manifest in good.items() if manifest.artefact == "keyframe" and version not in retired
+    ]
     found.last_version = max(good, default=-1)
     for keyframe in sorted(keyframes, reverse=True):
         whole = keyframe - 1
         for version in range(keyframe, found.last_version + 1):
             directory = layout.weights_version(version)
-            reason = _first_damage(directory, good[version].files)
+            reason = "its payload was retired" if version in retired else _damage(directory, good[version].files, found)
             if reason is not None:
                 found.broken.extend(
                     (layout.weights_manifest(v), reason if v == version else f"it follows version {version}: {reason}")
@@ -217,40 +305,37 @@ def _verify_newest_chain(layout: RunLayout, good: dict[int, WeightsManifest], fo
             return
 
 
-def _first_damage(directory: Path, files: Iterable[FileRef]) -> str | None:
-    try:
-        for ref in files:
-            verify_file(directory / ref.path, ref)
-    except CorruptArtefactError as error:
-        return error.what
-    return None
-
-
-def _survey_checkpoints(layout: RunLayout, later: Seals, found: Survey) -> None:
+def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int], found: Survey) -> None:
     whole_one_found = False
-    for step, directory in reversed(_numbered(layout.checkpoints)):
-        path = directory / "manifest.json"
+    listed = {step for step, _ in _numbered(layout.checkpoints)}
+    # Newer ones than are listed may be there; older ones may have been retired.
+    for step in sorted({*listed, *range(max(listed, default=0) + 1, len(found.batches) + 1)}, reverse=True):
+        directory, path = layout.checkpoint(step), layout.checkpoint_manifest(step)
         manifest = _read(CheckpointManifest, path, found)
         if manifest is None:
             continue
         reason = None
         if manifest.step != step:
             reason = f"it is the manifest of checkpoint {manifest.step}"
-        elif step > len(found.batches):
-            reason = f"checkpoint {step} has no batch record"
         elif not later.accept_checkpoint(manifest):
             reason = f"written by incarnation {manifest.incarnation} after it had been sealed"
+        elif step > len(found.batches):
+            reason = f"checkpoint {step} has no batch record"
+            _expect_batch(layout, found)
         elif not whole_one_found:  # older ones are read in full only when they are needed
-            reason = _first_damage(directory, manifest.files)
+            reason = _damage(directory, manifest.files, found)
         if reason is None:
             whole_one_found = True
             found.checkpoints.append(step)
         else:
             found.broken.append((path, reason))
     found.checkpoints.sort()
+    newest = layout.checkpoint_manifest(max(promised, default=0))
+    if max(promised, default=0) > max(found.checkpoints, default=0) and _is_missing(newest, found):
+        found.unseen.append(newest)
 
 
-def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None:
+def _survey_trajectories(layout: RunLayout, later: Seals, promised: Sequence[str], found: Survey) -> None:
     fates = found.fates
     consumed = {group.path for record in found.batches for group in record.trained}
     consumed |= {group.path for record in found.batches for group in record.rejected}
@@ -260,7 +345,8 @@ def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None
         homes.update({group.group_id: layout.trajectory(group.path) for group in record.trained})
         homes.update({group.group_id: layout.trajectory(group.path) for group in record.rejected})
     blocks: set[int] = set()
-    for path in sorted(layout.trajectories.glob("*.arrow")):
+    paths = {*layout.trajectories.glob("*.arrow"), *(layout.trajectory(name) for name in promised)}
+    for path in sorted(paths):
         try:
             name = TrajectoryName.parse(path.name)
         except ValueError as error:
@@ -280,11 +366,14 @@ def _survey_trajectories(layout: RunLayout, later: Seals, found: Survey) -> None
             try:
                 content = digest_file(path)
             except FileNotFoundError:
+                if path.name in promised:
+                    found.unseen.append(path)
                 continue  # its worker has just moved it away: another commit of the block came first
             except OSError as error:
                 raise storage_error(path, error) from error
             if content.removeprefix("xxh128:")[:16] != name.tag:
                 reason = f"{path} is damaged: its name says {name.tag}, its content is {content}"
+                found.unseen += [] if ends_with(path, TRAJECTORY_END) else [path]
         if reason is None:
             found.ready_files.append(name)
             blocks.update(groups)

@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from milesbatch.errors import MilesbatchError, RunHeldError, StorageError
 from milesbatch.records import IncarnationRecord
 from milesbatch.store.clock import utc_now
-from milesbatch.store.durable import create_exclusively, move_to_quarantine, read_optional, sweep_temporary
+from milesbatch.store.durable import create_exclusively, make_directory, read_optional, sweep_temporary
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive, process_started
+from milesbatch.store.removal import take_away
 from milesbatch.store.settle import settle
+from milesbatch.store.sight import AT_ONCE, Sight, refresh
 from milesbatch.store.survey import Survey, read_incarnations, survey
+
+_SETTLE_S = 5.0
+"""Longer than Lustre and BeeGFS keep what they remember; NFS is asked anew (:func:`milesbatch.store.sight.refresh`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +58,44 @@ class Incarnation:
         return self.record.incarnation
 
 
-def take_over(layout: RunLayout, claimant: Claimant, recipe_changes: Mapping[str, Any]) -> Incarnation:
+def take_over(
+    layout: RunLayout,
+    claimant: Claimant,
+    recipe_changes: Mapping[str, Any],
+    holder_is_gone: Callable[[IncarnationRecord], bool] = lambda record: False,
+    sight: Sight = AT_ONCE,
+) -> Incarnation:
     """Become the run's newest incarnation.
+
+    ``holder_is_gone`` may know, without watching, that the last controller has ended (the scheduler says so). ``sight`` is
+    how long to look for what must be there and cannot be seen, before it counts as lost.
 
     Raises:
         RunHeldError: another controller is alive, or won the race; says who.
+        FencedError: another one took over while this one swept.
         CorruptArtefactError: an incarnation record is damaged.
         StorageError: the run directory cannot be read or written; nothing was taken over.
     """
-    earlier = read_incarnations(layout)
-    if earlier and is_alive(layout, earlier[-1]):
+    for directory in layout.directories():
+        make_directory(directory)  # of a run from before there was one; or this host does not see it
+    if sight.wait_s:
+        time.sleep(min(_SETTLE_S, sight.wait_s))  # the last commits of the one before may have been just now
+        refresh(layout.incarnations)
+    earlier = sight.until_seen(lambda: read_incarnations(layout))
+    if earlier and not holder_is_gone(earlier[-1]) and is_alive(layout, earlier[-1]):
         raise _held(layout, earlier[-1])
-    found = survey(layout, earlier)
+    if sight.wait_s:  # what this host remembers of them may be from a time before the last commits
+        for directory in (layout.batches, layout.weights, layout.checkpoints, layout.trajectories):
+            refresh(directory)
+    found = sight.until_complete(lambda: survey(layout, earlier), lambda found: found.unseen)
+    if (
+        sight.wait_s and found.broken
+    ):  # before anything is taken away: under these names there may be something else by now
+        for directory in sorted({path.parent for path, _ in found.broken}):
+            refresh(directory)
+        found = sight.until_complete(lambda: survey(layout, earlier), lambda found: found.unseen)
+    if not all(layout.checkpoint_manifest(step).exists() for step in found.checkpoints):
+        found = survey(layout, earlier)  # a trainer that still lives has gone on, and retired what was just found
     settle(layout, earlier, found)
     number = len(earlier) + 1
     record = IncarnationRecord(
@@ -86,8 +118,9 @@ def take_over(layout: RunLayout, claimant: Claimant, recipe_changes: Mapping[str
         data = read_optional(path)
         if data is None or data == record.to_bytes():
             raise
-        raise _held(layout, IncarnationRecord.from_bytes(data, str(path))) from None
-    return Incarnation(record, found, _sweep(layout, found))
+        winner = sight.until_seen(lambda: IncarnationRecord.from_bytes(read_optional(path) or b"", str(path)))
+        raise _held(layout, winner) from None
+    return Incarnation(record, found, _sweep(layout, number, found))
 
 
 def _held(layout: RunLayout, record: IncarnationRecord) -> MilesbatchError:
@@ -98,11 +131,11 @@ def _held(layout: RunLayout, record: IncarnationRecord) -> MilesbatchError:
     )
 
 
-def _sweep(layout: RunLayout, found: Survey) -> tuple[tuple[str, str], ...]:
+def _sweep(layout: RunLayout, incarnation: int, found: Survey) -> tuple[tuple[str, str], ...]:
     moved = []
     for path, reason in found.broken:
         if path.exists():
-            move_to_quarantine(path, layout.quarantine, reason)
+            take_away(layout, incarnation, path, reason)
             moved.append((str(path.relative_to(layout.root)), reason))
     for directory in (layout.root, *layout.directories()):
         sweep_temporary(directory)

@@ -4,11 +4,13 @@ the tracker was away, and steps that were logged before (by an earlier incarnati
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from milesbatch.cluster.context import RoleContext, mlflow_uri
+from milesbatch.store.durable import make_directory
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
@@ -34,9 +36,19 @@ def main(context: RoleContext) -> None:
     run = open_run(layout, context.incarnation)
     from milesbatch.tracking.mlflow_tracker import MlflowTracker
 
-    default = f"sqlite:///{layout.tracking.resolve() / 'mlflow.db'}"
-    tracker = MlflowTracker(run, context.incarnation, mlflow_uri(default))
+    tracker = MlflowTracker(run, context.incarnation, mlflow_uri(default_uri(layout)))
     follow(layout, context.incarnation, tracker)
+
+
+def default_uri(layout: RunLayout) -> str:
+    """The SQLite database beside the run.
+
+    Named relative to the working directory, which this process changes: in a URI, a ``%``, ``?`` or ``#`` of the run's own
+    name would mean something else.
+    """
+    make_directory(layout.tracking)
+    os.chdir(layout.tracking)
+    return "sqlite:///mlflow.db"
 
 
 def follow(layout: RunLayout, incarnation: int, tracker: Tracker) -> None:

@@ -5,7 +5,9 @@ Source: https://mlflow.org/docs/latest/python_api/mlflow.client.html
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sqlite3
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +19,8 @@ from milesbatch.store.run import OpenRun
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _TAG = "milesbatch.run_id"
 _STEP_METRIC = "reward_mean"
+_LOCK_S = 10.0
+"""How long another program may hold the database."""
 
 
 class MlflowTracker:
@@ -26,28 +30,24 @@ class MlflowTracker:
         """Open the MLflow run of ``run``, or create it.
 
         Raises:
-            StorageError: the tracking server or database cannot be used.
+            StorageError: the tracking server or database cannot be used; so do all other methods.
         """
         logging.getLogger("alembic").setLevel(logging.WARNING)
+        self._uri = uri
+        if uri.startswith("sqlite:///") and not set(uri) & set("?%#"):
+            check_writable(Path(uri.removeprefix("sqlite:///")))
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
 
-        try:
-            if uri.startswith("sqlite:///"):
-                Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        with self._using():
             self._client: Any = MlflowClient(tracking_uri=uri)
             experiment = self._experiment(run)
             self._run_id = self._find(experiment, run) or self._create(experiment, run)
             self._client.set_terminated(self._run_id, "RUNNING")
             self._client.set_tag(self._run_id, "milesbatch.incarnation", str(incarnation))
-        except (MlflowException, OSError) as error:
-            raise StorageError(
-                f"the MLflow store {uri} cannot be used: {error}",
-                mend="check MLFLOW_TRACKING_URI, or set tracking.kind: none; training goes on without it",
-            ) from error
 
     def last_step(self) -> int:
-        history = self._client.get_metric_history(self._run_id, _STEP_METRIC)
+        with self._using():
+            history = self._client.get_metric_history(self._run_id, _STEP_METRIC)
         return max((metric.step for metric in history), default=0)
 
     def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None:
@@ -57,10 +57,21 @@ class MlflowTracker:
         # The metric that last_step looks at goes last: a step that was logged by half is logged again.
         names = sorted(metrics, key=lambda name: (name == _STEP_METRIC, name))
         batch = [Metric(name, float(metrics[name]), millis, step) for name in names]
-        self._client.log_batch(self._run_id, metrics=batch)
+        with self._using():
+            self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self, status: str) -> None:
-        self._client.set_terminated(self._run_id, _STATUS[status])
+        with self._using():
+            self._client.set_terminated(self._run_id, _STATUS[status])
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (MlflowException, OSError) as error:
+            raise _unusable(self._uri, error) from error
 
     def _experiment(self, run: OpenRun) -> str:
         name = run.recipe.tracking.experiment
@@ -82,6 +93,28 @@ class MlflowTracker:
             self._client.log_param(run_id, name, str(value)[:500])
         self._client.log_artifact(run_id, str(run.layout.recipe))
         return run_id
+
+
+def check_writable(database: Path) -> None:
+    """Return when ``database`` can be written now. MLflow itself would try for minutes before it said what is wrong.
+
+    Raises:
+        StorageError: it is locked, read-only or damaged, or cannot be made.
+    """
+    try:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(sqlite3.connect(database, timeout=_LOCK_S, isolation_level=None)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+    except (sqlite3.Error, OSError) as error:
+        raise _unusable(str(database.absolute()), error) from error
+
+
+def _unusable(place: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"the MLflow store {place} cannot be used: {error}",
+        mend="check MLFLOW_TRACKING_URI, or set tracking.kind: none; training goes on without it",
+    )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

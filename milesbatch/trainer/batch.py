@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from milesbatch.algorithm.advantages import group_advantages, has_zero_variance
 from milesbatch.algorithm.samples import TrainSample
 from milesbatch.recipe.models import Algorithm
 from milesbatch.records import BatchRecord, GroupRef, Rejection
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import AT_ONCE, Sight
 from milesbatch.trajectories.reader import read_trajectories
 from milesbatch.trajectories.trajectory import Trajectory
 
@@ -27,8 +29,8 @@ class StepData:
     metrics: dict[str, float]
 
 
-def read_groups(layout: RunLayout, groups: Iterable[GroupRef]) -> dict[int, list[Trajectory]]:
-    """Trajectories of each group, verified by digest; each file is read once.
+def read_groups(layout: RunLayout, groups: Iterable[GroupRef], sight: Sight = AT_ONCE) -> dict[int, list[Trajectory]]:
+    """Trajectories of each group, verified by digest; each file is read once. ``sight``: how long to look for each.
 
     Raises:
         CorruptArtefactError: a file is missing or damaged.
@@ -38,7 +40,8 @@ def read_groups(layout: RunLayout, groups: Iterable[GroupRef]) -> dict[int, list
         by_file.setdefault((group.path, group.digest), []).append(group.group_id)
     found: dict[int, list[Trajectory]] = {}
     for (name, digest), group_ids in sorted(by_file.items()):
-        for trajectory in read_trajectories(layout.trajectory(name), group_ids, digest):
+        path = layout.trajectory(name)
+        for trajectory in sight.until_seen(partial(read_trajectories, path, group_ids, digest)):
             found.setdefault(trajectory.group_id, []).append(trajectory)
     return found
 

@@ -11,6 +11,7 @@ of: record without version (replayed, then published), version without checkpoin
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from milesbatch.backends.protocol import TrainerBackend
 from milesbatch.cluster.context import RoleContext
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.resume import ResumePlan, plan_resume
-from milesbatch.errors import StoppedToContinue, StorageFullError
+from milesbatch.errors import CorruptArtefactError, StoppedToContinue, StorageFullError
 from milesbatch.faults.points import point
 from milesbatch.records import BatchRecord, GroupRef
 from milesbatch.store.clock import utc_now
@@ -32,12 +33,14 @@ from milesbatch.store.fence import Fence
 from milesbatch.store.patience import Patience
 from milesbatch.store.run import OpenRun
 from milesbatch.store.settle import settle
+from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
 from milesbatch.trainer.restoring import restore_groups
+from milesbatch.trainer.retiring import Retiring
 from milesbatch.wire import messages as wire
 from milesbatch.wire.client import Controller, Pulse
 
@@ -76,8 +79,13 @@ class TrainerLoop:
         self.fence = Fence(run.layout, context.incarnation)
         self._fates = FateTable()
         self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
-        self._publishing = Publishing(run.layout, run.recipe, self.fence, backend, self._is_first, self._patience)
+        self._sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, self._tell_unseen)
+        self._publishing = Publishing(
+            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight
+        )
+        self._retiring = Retiring(run.layout, run.recipe, self.fence)
         self._checkpointed = -1
+        self._save_began_s = 0.0
 
     def run(self, checkpointer: Checkpointer) -> None:
         """Train until the recipe's steps are done, or until the controller says stop."""
@@ -91,9 +99,10 @@ class TrainerLoop:
             if record is None:
                 break
             step += 1
-            self._train(record, is_replay=step <= resume.plan.last_batch, began_s=began_s)
+            self._train(record, checkpointer, is_replay=step <= resume.plan.last_batch, began_s=began_s)
             self._maybe_checkpoint(checkpointer, step)
         self._last_checkpoint(checkpointer, step)
+        checkpointer.close()
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
         _meet()  # a rank that left earlier would look as if it had died
@@ -102,16 +111,28 @@ class TrainerLoop:
 
     def _find_resume(self) -> Resume:
         """Rank 0 looks at the files; a restart inside an incarnation finds this incarnation's own artefacts too."""
-        incarnations = read_incarnations(self._layout)
-        found = survey(self._layout, incarnations)
-        settle(self._layout, incarnations, found)
-        lost = self._controller.ask("to-publish-again", wire.UnreachableRequest(), wire.UnreachableVersions).versions
+        told = self._controller.ask("to-publish-again", wire.UnreachableRequest(), wire.UnreachableVersions)
+        lost = told.versions
+        layout, own = self._layout, self._context.incarnation
+        incarnations = self._sight.until_seen(lambda: read_incarnations(layout, at_least=own))
+        found = self._sight.until_complete(
+            lambda: survey(layout, incarnations, last_batch=told.recorded, last_version=told.published),
+            lambda found: found.unseen,
+        )
+        missing = layout.batch(len(found.batches) + 1)
+        if missing in found.unseen:
+            raise CorruptArtefactError(
+                f"{missing} was committed, and cannot be seen on this host",
+                mend="look whether all nodes see the same run directory; if the file is lost, the next start decides again",
+            )
+        settle(layout, incarnations, found)
         self._publishing.distrust(lost)
         last_version = min([found.last_version, *(version - 1 for version in lost)])
         plan = plan_resume(found.checkpoints, len(found.batches), last_version)
         divergences: tuple[int, ...] = ()
         if plan.from_checkpoint:
-            divergences = read_checkpoint(self._layout, plan.checkpoint_step).divergences
+            manifest = self._sight.until_seen(lambda: read_checkpoint(layout, plan.checkpoint_step))
+            divergences = manifest.divergences
         self._events.write(
             "resume",
             checkpoint=plan.checkpoint_step if plan.from_checkpoint else None,
@@ -129,7 +150,7 @@ class TrainerLoop:
         self._publishing.divergences = list(resume.divergences)
         if plan.from_checkpoint:
             state = self._backend.state_dict()
-            manifest = checkpointer.restore(plan.checkpoint_step, state)
+            manifest = checkpointer.restore(plan.checkpoint_step, state, self._sight)
             self._backend.load_state_dict(state)
             self._checkpointed = plan.checkpoint_step
             self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
@@ -165,7 +186,7 @@ class TrainerLoop:
             if answer.ready:
                 break
         self._pulse.state = "training"
-        trajectories = read_groups(self._layout, answer.trained)
+        trajectories = read_groups(self._layout, answer.trained, self._sight)
         trained, rejected = sift(answer.trained, trajectories, self._recipe.algorithm)
         fates = {group.group_id for group in trained} | {r.group_id for r in (*answer.rejected, *rejected)}
         record = BatchRecord(
@@ -189,15 +210,16 @@ class TrainerLoop:
         for version in versions:
             self._controller.tell("published", wire.Published(version=version))
 
-    def _train(self, record: BatchRecord, *, is_replay: bool, began_s: float) -> None:
+    def _train(self, record: BatchRecord, checkpointer: Checkpointer, *, is_replay: bool, began_s: float) -> None:
         point("trainer.recorded")
         waited_s = time.monotonic() - began_s
         self._pulse.state = "replaying" if is_replay else "training"
         self._fates.add(record)
-        trajectories = read_groups(self._layout, self._whole_groups(record) if is_replay else record.trained)
+        groups = self._whole_groups(record) if is_replay else record.trained
+        trajectories = read_groups(self._layout, groups, self._sight)
         sampling = self._recipe.rollout.sampling
         data = step_data(record, trajectories, self._recipe.algorithm, sampling.temperature)
-        metrics = self._backend.train_step(record.step, data.samples)
+        metrics = self._backend.train_step(record.step, data.samples, checkpointer.await_copy)
         trained_s = time.monotonic()
         self._pulse.moved()
         point("trainer.trained")
@@ -221,16 +243,20 @@ class TrainerLoop:
         """Where a replayed step's groups are: damaged files are replaced. The same on all ranks."""
         is_bitwise = self._recipe.determinism == "bitwise"
         first = self._is_first
-        return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate) if first else record.trained)
+        if first:
+            return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
+        return _agree(record.trained)
 
     def _regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
         self._events.write("regenerating", groups=list(groups))
         self._pulse.state = "waiting"
-        while not (found := self._controller.regenerate(groups)):
+        while not (answer := self._controller.regenerate(groups)).groups:
+            # Versions that this replay has not come to yet are published by it anyway.
+            self._mend_weights(tuple(v for v in answer.unreachable if v <= self._publishing.version))
             if self._pulse.should_stop:
                 raise StoppedToContinue("stopped while lost groups were generated again")
         self._pulse.state = "replaying"
-        return found
+        return answer.groups
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -256,9 +282,9 @@ class TrainerLoop:
 
     def _start_checkpoint(self, checkpointer: Checkpointer, step: int) -> bool:
         """Begin to write the state after ``step``; False when there is nothing to write."""
-        if step == 0 or step <= self._checkpointed or _agree(self._is_first and checkpointer.has(step)):
+        if step == 0 or step <= self._checkpointed or _agree(self._is_first and checkpointer.has(step, self._sight)):
             return False
-        began_s = time.monotonic()
+        began_s = self._save_began_s = time.monotonic()
         if self._is_first:
             self._patience.until_space(lambda: checkpointer.prepare(step))
         _meet()
@@ -279,8 +305,19 @@ class TrainerLoop:
         if committed is not None:
             self._checkpointed = committed
             if self._is_first:
-                self._tell_checkpointed(committed)
+                oldest_held = self._tell_checkpointed(committed)
+                checkpointer.later(functools.partial(self._retire_weights, committed, oldest_held))
         return not is_full
+
+    def _retire_weights(self, step: int, oldest_held: int | None) -> None:
+        """In the background: the checkpoint of ``step`` is committed. On a full disk nothing is retired until the next one."""
+        try:
+            retired = self._retiring.retire(step, oldest_held)
+        except StorageFullError as error:
+            self._tell_full(error.what)
+            return
+        if retired is not None:
+            self._events.write("weights_retired", first=retired.first, last=retired.last, base=retired.base)
 
     def _facts(self, step: int) -> CheckpointFacts:
         since = max(self._checkpointed, 0)
@@ -313,15 +350,20 @@ class TrainerLoop:
             self._controller.tell("published", wire.Published(version=self._publishing.version))
 
     def _tell_full(self, text: str) -> None:
-        """A full disk: no heartbeat may take the wait for a hang."""
-        self._pulse.moved()
+        self._pulse.waits_for_space(text)
         print(text, file=sys.stderr, flush=True)
         self._events.write("waiting_for_space", error=text)
 
-    def _tell_checkpointed(self, step: int) -> None:
+    def _tell_unseen(self, text: str) -> None:
+        self._pulse.moved()
+        print(text, file=sys.stderr, flush=True)
+
+    def _tell_checkpointed(self, step: int) -> int | None:
+        """Returns the oldest policy version that a worker holds, None when that is not known."""
         point("trainer.checkpoint_committed")
         self._events.write("checkpoint_committed", step=step)
-        self._controller.tell("checkpointed", wire.Checkpointed(step=step))
+        message = wire.Checkpointed(step=step, seconds=time.monotonic() - self._save_began_s)
+        return self._controller.ask("checkpointed", message, wire.CheckpointedAnswer).oldest_held
 
     def _tell_step(self, step: int, is_replay: bool, figures: dict[str, float]) -> None:
         figures = {name: round(float(value), 7) for name, value in figures.items()}

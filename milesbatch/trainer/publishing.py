@@ -19,8 +19,10 @@ from milesbatch.records import WeightsManifest
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.patience import Patience
+from milesbatch.store.sight import Sight
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.publisher import Publisher
+from milesbatch.weights.reader import RetiredError, read_manifest
 
 
 class Publishing:
@@ -34,19 +36,23 @@ class Publishing:
         backend: TrainerBackend,
         is_first: bool,
         patience: Patience,
+        sight: Sight,
     ) -> None:
+        self._layout = layout
         self._recipe = recipe
         self._backend = backend
         self._dtype = getattr(torch, recipe.weights.dtype)
         self._publisher: Publisher | None = None
         if is_first:
+            incarnations = sight.until_seen(lambda: read_incarnations(layout, at_least=fence.incarnation))
             self._publisher = Publisher(
                 layout,
                 fence.incarnation,
                 keyframe_every=recipe.weights.keyframe_every,
                 before_commit=fence.check,
-                accept=Seals(read_incarnations(layout)).accept_weights,
+                accept=Seals(incarnations).accept_weights,
                 patience=patience,
+                sight=sight,
             )
         self.version = -1
         self.weights_digest = ""
@@ -104,10 +110,20 @@ class Publishing:
         except DivergenceError:
             if self._recipe.checkpoint.on_divergence == "stop":
                 raise
-            manifest = self._publisher.seed(version)
+            manifest = self._adopt(version)
             self.divergences.append(version)
         self.version, self.weights_digest = version, manifest.weights_digest
         return _figures(manifest, time.monotonic() - began_s)
+
+    def _adopt(self, version: int) -> WeightsManifest:
+        """The rollouts keep what was published. When its files were retired, the next new version becomes a keyframe."""
+        assert self._publisher is not None
+        try:
+            return self._publisher.seed(version)
+        except RetiredError:
+            manifest = read_manifest(self._layout, version)
+            assert manifest is not None, "its digest was just compared"
+            return manifest
 
 
 def _figures(manifest: WeightsManifest, seconds: float) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ from milesbatch.errors import RunMismatchError
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
+from milesbatch.store.sight import first_sight
 from milesbatch.wire.client import Controller, Pulse
 
 _NEVER = timedelta(days=7)
@@ -34,7 +34,7 @@ def main(context: RoleContext) -> None:
     from milesbatch.trainer.loop import TrainerLoop
 
     layout = RunLayout(context.run_directory)
-    run = open_run(layout, context.incarnation)
+    run = open_run(layout, context.incarnation, first_sight(layout.root))
     recipe = run.recipe
     torch.set_num_threads(recipe.trainer.threads)
     torch.use_deterministic_algorithms(recipe.determinism == "bitwise", warn_only=True)
@@ -46,7 +46,14 @@ def main(context: RoleContext) -> None:
         backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), torch.device("cpu"))
         loop = TrainerLoop(context, run, backend, controller, pulse, events)
         checkpointer = Checkpointer(
-            layout, loop.fence, AsyncSaver(), context.index, context.count, recipe.checkpoint.keep, loop.patience
+            layout,
+            loop.fence,
+            AsyncSaver(),
+            context.index,
+            context.count,
+            recipe.checkpoint.keep,
+            loop.patience,
+            recipe.checkpoint.keep_every,
         )
         events.write("ready", seconds=round(time.monotonic() - began_s, 2))
         loop.run(checkpointer)
@@ -58,8 +65,8 @@ def main(context: RoleContext) -> None:
 def _join(context: RoleContext, controller: Controller, dist: Any) -> None:
     """All ranks of this attempt join one process group; rank 0's store listens on a port that the kernel chose."""
     if context.index == 0:
-        store = dist.TCPStore("127.0.0.1", 0, context.count, is_master=True, timeout=_NEVER, wait_for_workers=False)
-        controller.meet(f"{socket.gethostbyname('localhost')}:{store.port}")
+        store = dist.TCPStore(context.address, 0, context.count, is_master=True, timeout=_NEVER, wait_for_workers=False)
+        controller.meet(f"{context.address}:{store.port}")
     else:
         host, _, port = controller.meet(None).rpartition(":")
         store = dist.TCPStore(host, int(port), context.count, is_master=False, timeout=_NEVER)

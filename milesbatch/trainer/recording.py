@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from milesbatch.errors import FencedError
 from milesbatch.records import BatchRecord
-from milesbatch.store.durable import AlreadyExistsError, create_exclusively, move_to_quarantine
+from milesbatch.store.durable import AlreadyExistsError, create_exclusively, read_optional
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.removal import take_away
 from milesbatch.store.survey import Seals, read_incarnations
 
 
@@ -28,13 +29,17 @@ def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) ->
     try:
         create_exclusively(path, record.to_bytes(), fence.check)
     except AlreadyExistsError:
-        other = BatchRecord.from_bytes(path.read_bytes(), str(path))
+        data = read_optional(path)
+        if data is None:
+            fence.check()  # a newer incarnation has just moved it away
+            raise
+        other = BatchRecord.from_bytes(data, str(path))
         if other.incarnation > record.incarnation:
             raise FencedError(f"incarnation {other.incarnation} has recorded step {record.step}") from None
         if other.incarnation == record.incarnation:
             raise
-        if Seals(read_incarnations(layout)).accept_batch(other):
+        if Seals(read_incarnations(layout, at_least=record.incarnation)).accept_batch(other):
             raise  # it is within the seal: its fates stand, and whoever calls has not looked at it
         reason = f"incarnation {other.incarnation} wrote it after incarnation {record.incarnation} had sealed the run"
-        move_to_quarantine(path, layout.quarantine, reason)
+        take_away(layout, record.incarnation, path, reason)
         create_exclusively(path, record.to_bytes(), fence.check)

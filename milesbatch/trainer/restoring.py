@@ -8,12 +8,15 @@ the same samples again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from milesbatch.errors import CorruptArtefactError, DivergenceError
 from milesbatch.records import BatchRecord, GroupRef
-from milesbatch.store.durable import move_to_quarantine, read_verified
+from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import AT_ONCE, Sight
 from milesbatch.trajectories.groups import replacement
+from milesbatch.trajectories.reader import verify_trajectories
 
 
 def restore_groups(
@@ -21,16 +24,18 @@ def restore_groups(
     record: BatchRecord,
     is_bitwise: bool,
     regenerate: Callable[[tuple[int, ...]], tuple[GroupRef, ...]],
+    sight: Sight = AT_ONCE,
 ) -> tuple[GroupRef, ...]:
     """The trained groups of ``record`` as references to whole files, in its order.
 
-    A damaged file is moved to quarantine. ``regenerate`` has groups generated again and returns where they are.
+    A damaged file is moved to quarantine; a missing one, or a part of one, is looked at for as long as ``sight`` says before
+    it is lost. ``regenerate`` has groups generated again and returns where they are.
 
     Raises:
         CorruptArtefactError: a file is lost and the run is not bitwise; names the file.
         DivergenceError: a group that was generated again is not what was trained on.
     """
-    lost = _lost_files(layout, record)
+    lost = _lost_files(layout, record, sight)
     if not lost:
         return record.trained
     missing = [group for group in record.trained if group.path in lost]
@@ -56,13 +61,13 @@ def _same(step: int, recorded: GroupRef, found: GroupRef | None) -> GroupRef:
     return found
 
 
-def _lost_files(layout: RunLayout, record: BatchRecord) -> dict[str, str]:
+def _lost_files(layout: RunLayout, record: BatchRecord, sight: Sight) -> dict[str, str]:
     """Files of the record that are missing or damaged, and how; damaged ones are moved out of the way."""
     lost: dict[str, str] = {}
     for name, digest in {(group.path, group.digest) for group in record.trained}:
         path = layout.trajectory(name)
         try:
-            read_verified(path, digest)
+            sight.until_seen(partial(verify_trajectories, path, digest))
         except CorruptArtefactError as error:
             lost[name] = error.what
             if path.exists():

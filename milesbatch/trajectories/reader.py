@@ -18,7 +18,7 @@ from milesbatch import FORMAT_VERSION
 from milesbatch.errors import CorruptArtefactError, FormatVersionError
 from milesbatch.records import digest_bytes
 from milesbatch.store.durable import read_optional, storage_error
-from milesbatch.store.layout import RunLayout, TrajectoryName
+from milesbatch.store.layout import TRAJECTORY_END, RunLayout, TrajectoryName
 from milesbatch.trajectories.schema import KEY_FORMAT, FileMetadata, expert_bytes_of, from_table, trajectory_schema
 from milesbatch.trajectories.trajectory import Trajectory
 from milesbatch.trajectories.writer import content_tag
@@ -52,9 +52,7 @@ def read_table(path: Path, *, verify: bool = True, digest: str | None = None) ->
         FormatVersionError: written by a newer major format version.
         StorageError: it cannot be read.
     """
-    data = read_optional(path)
-    if data is None:
-        raise CorruptArtefactError(f"{path} is missing; expected a trajectory file", mend=_MEND)
+    data = _read(path)
     if verify:
         _verify(path, data, digest)
     try:
@@ -67,6 +65,16 @@ def read_table(path: Path, *, verify: bool = True, digest: str | None = None) ->
         what = f"{path} is damaged: expected an Arrow file, found {len(data)} bytes that cannot be parsed ({error})"
         raise CorruptArtefactError(what, mend=_MEND) from error
     return table
+
+
+def verify_trajectories(path: Path, digest: str) -> None:
+    """Return only when a trajectory file is what it was when it was committed.
+
+    Raises:
+        CorruptArtefactError: missing, truncated or changed.
+        StorageError: it cannot be read.
+    """
+    _verify(path, _read(path), digest)
 
 
 def read_trajectories(path: Path, groups: Collection[int] | None = None, digest: str | None = None) -> list[Trajectory]:
@@ -103,6 +111,13 @@ def _parse_name(text: str) -> TrajectoryName | None:
         return None
 
 
+def _read(path: Path) -> bytes:
+    data = read_optional(path)
+    if data is None:
+        raise CorruptArtefactError(f"{path} is missing; expected a trajectory file", mend=_MEND, unseen=path)
+    return data
+
+
 def _verify(path: Path, data: bytes, digest: str | None) -> None:
     found = digest_bytes(data)
     name = _parse_name(path.name)
@@ -111,11 +126,13 @@ def _verify(path: Path, data: bytes, digest: str | None) -> None:
             f"{path}: expected a name that carries a digest (as the writer gives), found {path.name!r}",
             mend="give the file its name back, or read it without verification",
         )
+    unseen = None if data.endswith(TRAJECTORY_END) else path
     if digest is not None and found != digest:
-        raise CorruptArtefactError(f"{path} is damaged: expected {digest}, found {found}", mend=_MEND)
+        what = f"{path} is damaged: expected {digest}, found {found}"
+        raise CorruptArtefactError(what, mend=_MEND, unseen=unseen)
     if name is not None and content_tag(found) != name.tag:
         what = f"{path} is damaged: expected a digest that begins xxh128:{name.tag}, found {found}"
-        raise CorruptArtefactError(what, mend=_MEND)
+        raise CorruptArtefactError(what, mend=_MEND, unseen=unseen)
 
 
 def _check_format(path: Path, metadata: dict[bytes, bytes]) -> None:

@@ -1,7 +1,7 @@
 """A rollout worker's local copy of the weights: catches up with published versions and proves what it holds.
 
-Owns one copy; never waits (the caller asks :meth:`Follower.is_published`) and never touches an engine. Invariant: ``current``
-is always a whole policy version whose every tensor was compared with its manifest; a failed step leaves it as it was.
+Owns one copy; never touches an engine, and waits only for files of which it was told (``sight``). Invariant: ``current`` is
+always a whole policy version whose every tensor was compared with its manifest; a failed step leaves it as it was.
 The page behind it is ``docs/protocol.md``, rule 6.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import AT_ONCE, Sight
 from milesbatch.weights.materialize import write_model
 from milesbatch.weights.reader import AcceptManifest, accept_all, read_manifest
 from milesbatch.weights.rebuild import Copy, rebuild
@@ -54,9 +55,10 @@ class VerifiedWeights:
 class Follower:
     """Holds one verified policy version and moves it to others. Not for several threads."""
 
-    def __init__(self, layout: RunLayout, *, accept: AcceptManifest = accept_all) -> None:
-        """``accept`` says which committed manifests count (those within the seal of the newest incarnation)."""
-        self._layout, self._accept = layout, accept
+    def __init__(self, layout: RunLayout, *, accept: AcceptManifest = accept_all, sight: Sight = AT_ONCE) -> None:
+        """``accept`` says which committed manifests count (those within the seal of the newest incarnation); ``sight`` how
+        long a version is looked for that was published, as somebody said."""
+        self._layout, self._accept, self._sight = layout, accept, sight
         self._current: VerifiedWeights | None = None
 
     @property
@@ -83,5 +85,6 @@ class Follower:
             StorageError: not published, or unreadable; ``current`` stays.
         """
         local = None if self._current is None else self._current.copy
-        self._current = VerifiedWeights(self._layout, rebuild(self._layout, version, local=local, accept=self._accept))
+        copy = self._sight.until_seen(lambda: rebuild(self._layout, version, local=local, accept=self._accept))
+        self._current = VerifiedWeights(self._layout, copy)
         return self._current

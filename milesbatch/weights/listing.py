@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from milesbatch.errors import CorruptArtefactError, FormatVersionError, MilesbatchError
-from milesbatch.records import WeightsManifest
-from milesbatch.store.durable import verify_file
+from milesbatch.records import Retirement, WeightsManifest
+from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
-from milesbatch.weights.reader import Step, committed_versions, delta_refs, keyframe_ref, read_manifest
+from milesbatch.weights.reader import Step, committed_versions, delta_refs, is_retired, keyframe_ref, read_manifest
 from milesbatch.weights.rebuild import apply_step, check_tensor, check_tensors
 from milesbatch.weights.tensorfile import stream_tensors
 from milesbatch.weights.tensors import RawTensor
@@ -32,11 +32,13 @@ class WeightsRow:
     digest: str
     incarnation: int
     path: str
+    retired: bool
+    """Its files were deleted; ``bytes`` is what they had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that should hold and does not. ``kind``: ``manifest``, ``file``, ``digest`` or ``chain``."""
+    """Something that should hold and does not. ``kind``: ``manifest``, ``retirement``, ``file``, ``digest`` or ``chain``."""
 
     kind: str
     path: str
@@ -63,15 +65,18 @@ def _row(layout: RunLayout, manifest: WeightsManifest) -> WeightsRow:
         digest=manifest.weights_digest,
         incarnation=manifest.incarnation,
         path=str(layout.weights_version(manifest.version).relative_to(layout.root)),
+        retired=is_retired(layout, manifest.version),
     )
 
 
 def verify(layout: RunLayout) -> Iterator[Violation]:
     """Check every kept version: files against their digests, and each chain against each recorded weights digest.
 
-    A version with a delta and a keyframe is checked both ways. After damage the walk goes on from the next keyframe.
+    A version with a delta and a keyframe is checked both ways. After damage the walk goes on from the next keyframe. Of a
+    retired version only the records are checked: the walk begins with the first keyframe behind it.
     """
     held: _Held | None = None
+    base = 0
     for version in committed_versions(layout):
         path = str(layout.weights_manifest(version).relative_to(layout.root))
         try:
@@ -79,13 +84,26 @@ def verify(layout: RunLayout) -> Iterator[Violation]:
         except (CorruptArtefactError, FormatVersionError) as error:
             yield Violation("manifest", path, error.what)
             manifest = None
-        if manifest is None:
+        try:
+            base = max(base, _base_of(layout, version))
+        except (CorruptArtefactError, FormatVersionError) as error:
+            retirement = str(layout.weights_retirement(version).relative_to(layout.root))
+            yield Violation("retirement", retirement, error.what)
+        if manifest is None or is_retired(layout, version):
             held = None
             continue
         walk = _Walk(layout, manifest, path)
         held = walk.by_delta(held) if manifest.parent is not None else None
         held = walk.by_keyframe(held) if manifest.keyframe is not None else held
-        yield from walk.violations
+        if not is_retired(layout, version):  # it may have been retired while it was read
+            yield from (found for found in walk.violations if found.kind != "chain" or version >= base)
+
+
+def _base_of(layout: RunLayout, version: int) -> int:
+    """Versions below this one are being retired, if ``version`` is; 0 when it is not."""
+    path = layout.weights_retirement(version)
+    data = read_optional(path)
+    return 0 if data is None else Retirement.from_bytes(data, str(path)).base
 
 
 @dataclass(frozen=True, slots=True)

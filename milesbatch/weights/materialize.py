@@ -1,7 +1,7 @@
 """A policy version as a directory that Hugging Face tools load: configuration, tokenizer, ``model.safetensors``.
 
-Owns what such a directory holds; never writes into a run or over existing files. Invariant: the weights file is written last,
-so a directory left by a killed process cannot be loaded by mistake. Needs no torch.
+Owns what such a directory holds; never writes over existing files, or into a run (but for a hold while it reads). Invariant:
+the weights file is written last, so a directory left by a killed process cannot be loaded by mistake. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from milesbatch.errors import InputError, ModelError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.durable import TEMPORARY_PREFIX, make_directory, publish_file, publishing, storage_error
+from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.reader import AcceptManifest, accept_all
 from milesbatch.weights.rebuild import rebuild
@@ -27,15 +28,19 @@ def materialize(
 ) -> WeightsManifest:
     """Write policy ``version`` as a model directory that ``from_pretrained`` loads, bit for bit what was published.
 
+    A live run does not retire what is being read (:mod:`milesbatch.store.holds`).
+
     Durability: files are durable on return; if killed midway the directory lacks ``model.safetensors``.
 
     Raises:
         InputError: ``directory`` is not empty.
         ModelError: the run has no ``model/config.json``.
-        CorruptArtefactError: the version cannot be rebuilt; StorageError: it is not published. Nothing was written.
+        CorruptArtefactError: the version cannot be rebuilt, or was retired (``RetiredError``); StorageError: it is not
+            published. Nothing was written.
     """
     require_empty(directory)
-    copy = rebuild(layout, version, accept=accept)
+    with holding(layout, version, "weights materialize"):
+        copy = rebuild(layout, version, accept=accept)
     write_model(layout, copy.tensors, directory)
     return copy.manifest
 

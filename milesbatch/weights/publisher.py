@@ -30,16 +30,18 @@ from milesbatch.store.durable import (
     AlreadyExistsError,
     create_exclusively,
     make_directory,
-    move_to_quarantine,
     publishing,
     remove_file,
-    verify_file,
+    verify_files,
 )
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.patience import AT_ONCE, Patience
+from milesbatch.store.removal import take_away
+from milesbatch.store.sight import AT_ONCE as SEEN_AT_ONCE
+from milesbatch.store.sight import Sight, refresh
 from milesbatch.weights.codec import Encoded, encode
 from milesbatch.weights.digest import weights_digest
-from milesbatch.weights.reader import AcceptManifest, accept_all, read_manifest
+from milesbatch.weights.reader import AcceptManifest, accept_all, is_retired, read_manifest
 from milesbatch.weights.rebuild import rebuild
 from milesbatch.weights.tensorfile import write_tensors
 from milesbatch.weights.tensors import RawTensor, element_bytes, from_torch
@@ -92,16 +94,18 @@ class Publisher:
         before_commit: Callable[[], None],
         accept: AcceptManifest = accept_all,
         patience: Patience = AT_ONCE,
+        sight: Sight = SEEN_AT_ONCE,
     ) -> None:
         """``before_commit`` runs just before each manifest becomes visible: the fencing check belongs there. A committed
         version that ``accept`` refuses (a fenced incarnation's) is moved to quarantine when its number is published."""
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, found {keyframe_every}")
         self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
-        self._before_commit, self._accept, self._patience = before_commit, accept, patience
+        self._before_commit, self._accept, self._patience, self._sight = before_commit, accept, patience, sight
         self._snapshot: _Snapshot | None = None
         self._tied: Mapping[str, str] = {}
         self._distrusted: set[int] = set()
+        self._needed_from: int | None = None
 
     @property
     def snapshot_version(self) -> int | None:
@@ -112,10 +116,11 @@ class Publisher:
         """Take the snapshot from a committed version, after a restart, so that the next one can be a delta.
 
         Raises:
-            CorruptArtefactError: the version cannot be rebuilt.
-            StorageError: it is not published, or cannot be read.
+            CorruptArtefactError: the version cannot be rebuilt; there is no snapshot then.
+            StorageError: it is not published, or cannot be read; as above.
         """
-        copy = rebuild(self._layout, version, accept=self._accept)
+        self._snapshot = None
+        copy = self._sight.until_seen(lambda: rebuild(self._layout, version, accept=self._accept))
         self._snapshot, self._tied = _Snapshot(version, copy.tensors), dict(copy.manifest.tied)
         return copy.manifest
 
@@ -126,7 +131,7 @@ class Publisher:
             StorageError: a file cannot be read.
         """
         try:
-            rebuild(self._layout, version, accept=self._accept)
+            self._sight.until_seen(lambda: rebuild(self._layout, version, accept=self._accept))
         except CorruptArtefactError:
             return False
         return True
@@ -134,6 +139,7 @@ class Publisher:
     def distrust(self, versions: Iterable[int]) -> None:
         """Followers cannot reach these committed versions: each is committed again, as a keyframe, when it is published."""
         self._distrusted.update(versions)
+        self._needed_from = min(self._distrusted, default=None)
 
     def republish(self) -> WeightsManifest | None:
         """Commit the snapshot again, as a keyframe of the same weights digest; None when there is no snapshot.
@@ -196,22 +202,35 @@ class Publisher:
         return manifest
 
     def _committed(self, version: int) -> WeightsManifest | None:
+        manifest, reason = self._judge(version)
+        if (
+            reason is not None and self._sight.wait_s
+        ):  # there may be another one by now, and this host remember the old one
+            refresh(self._layout.weights_version(version))
+            manifest, reason = self._judge(version)
+        if reason is not None:
+            take_away(self._layout, self._incarnation, self._layout.weights_version(version), reason)
+        return manifest
+
+    def _judge(self, version: int) -> tuple[WeightsManifest | None, str | None]:
+        """The committed manifest when it counts, or why it does not."""
         try:
-            manifest = read_manifest(self._layout, version)
+            manifest = self._sight.until_seen(lambda: read_manifest(self._layout, version))
         except CorruptArtefactError as error:
-            reason = error.what
-        else:
-            if manifest is None or self._accept(manifest):
-                return manifest
-            reason = f"policy version {version} of incarnation {manifest.incarnation} came after it had been fenced out"
-        move_to_quarantine(self._layout.weights_version(version), self._layout.quarantine, reason)
-        return None
+            return None, error.what
+        if manifest is None or self._accept(manifest):
+            return manifest, None
+        return None, f"policy version {version} of incarnation {manifest.incarnation} came after it had been fenced out"
 
     def _is_whole(self, manifest: WeightsManifest) -> bool:
-        """Are all payload files of a committed version there and undamaged?"""
+        """Are all payload files of a committed version there and undamaged? A retired one needs none, unless it follows one
+        that a worker cannot reach: whoever needs that one goes on to this one."""
+        version = manifest.version
+        if is_retired(self._layout, version):
+            return self._needed_from is None or version < self._needed_from
+        directory = self._layout.weights_version(version)
         try:
-            for ref in manifest.files:
-                verify_file(self._layout.weights_version(manifest.version) / ref.path, ref)
+            self._sight.until_seen(lambda: verify_files(directory, manifest.files))
         except CorruptArtefactError:
             return False
         return True
@@ -223,7 +242,7 @@ class Publisher:
         its place with the same weights digest. Killed between: the version is not published, and the next replay does it."""
         if self._layout.weights_version(version).exists():
             reason = f"payload of policy version {version} was damaged or missing; it was published again from a replay"
-            move_to_quarantine(self._layout.weights_version(version), self._layout.quarantine, reason)
+            take_away(self._layout, self._incarnation, self._layout.weights_version(version), reason)
         return self._commit(version, draft, base, tied)
 
     def _base(self, version: int) -> Mapping[str, RawTensor] | None:
@@ -241,7 +260,9 @@ class Publisher:
         )
 
     def _is_keyframe_due(self, version: int) -> bool:
-        return version % self._keyframe_every == 0 or version in self._distrusted
+        """Also behind a retired version: a delta on that could not be applied by anybody."""
+        is_due = version % self._keyframe_every == 0 or version in self._distrusted
+        return is_due or is_retired(self._layout, version - 1)
 
     def _commit(
         self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]
@@ -291,11 +312,19 @@ class Publisher:
         return file.ref
 
     def _remove_leftovers(self, manifest: WeightsManifest) -> None:
-        """Remove payload of writers that never committed. A twin that still lives has lost already: the manifest is ours."""
+        """Remove payload of writers that never committed: of this incarnation and earlier ones. A newer one may have put its
+        own version here since the commit, and it is not for this one to touch."""
         named = {ref.path for ref in manifest.files}
         for path in self._layout.weights_version(manifest.version).glob("*.safetensors"):
-            if path.name not in named:
+            if path.name not in named and (writer := _payload_writer(path.name)) and writer <= self._incarnation:
                 remove_file(path)
+
+
+def _payload_writer(name: str) -> int | None:
+    """Incarnation that wrote a payload file ``KIND.iINCARNATION.TAG.safetensors``."""
+    parts = name.split(".")
+    digits = parts[1].removeprefix("i") if len(parts) == 4 else ""
+    return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
 def _stored(named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,11 @@ from milesbatch.records import FileRef, WeightsManifest
 from milesbatch.store.durable import read_optional, storage_error
 from milesbatch.store.layout import RunLayout
 
+
+class RetiredError(CorruptArtefactError):
+    """The payload of a policy version was deleted on purpose (``decisions/retention.py``); only its manifest is kept."""
+
+
 AcceptManifest = Callable[[WeightsManifest], bool]
 """Does this committed manifest count? False for what a fenced incarnation committed after the seal."""
 
@@ -61,6 +66,26 @@ def committed_versions(layout: RunLayout) -> list[int]:
     except OSError as error:
         raise storage_error(layout.weights, error) from error
     return sorted(versions)
+
+
+def is_retired(layout: RunLayout, version: int) -> bool:
+    """Was the payload of this policy version retired? True from when that is committed, before the files are gone.
+
+    Raises:
+        StorageError: it cannot be known.
+    """
+    return read_optional(layout.weights_retirement(version)) is not None
+
+
+def retired_error(layout: RunLayout, version: int) -> RetiredError:
+    """The error of one who needs a retired version: says which are kept."""
+    kept = [number for number in committed_versions(layout) if not is_retired(layout, number)]
+    choice = f"choose one of the versions that are kept ({kept[0]} to {kept[-1]}); " if kept else ""
+    return RetiredError(
+        f"policy version {version} was retired: its files in {layout.weights_version(version)} were deleted, only its"
+        " manifest is kept",
+        mend=f"{choice}`weights.retire: false` in the recipe keeps all of them",
+    )
 
 
 def keyframe_ref(manifest: WeightsManifest) -> FileRef | None:

@@ -20,12 +20,15 @@ from milesbatch.weights.digest import entries_digest
 from milesbatch.weights.reader import (
     AcceptManifest,
     Plan,
+    RetiredError,
     Step,
     accept_all,
     delta_refs,
+    is_retired,
     keyframe_ref,
     plan_chain,
     read_manifest,
+    retired_error,
 )
 from milesbatch.weights.tensorfile import read_tensors
 from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
@@ -133,6 +136,7 @@ def rebuild(layout: RunLayout, version: int, *, local: Copy | None = None, accep
     ``local`` may save reading. It need not be trusted: when the result is wrong, it is given up for a keyframe.
 
     Raises:
+        RetiredError: its files were deleted on purpose; says which versions are kept.
         CorruptArtefactError: every way is damaged; says what was found on each.
         StorageError: the version is not published (or not accepted), or a file cannot be read.
     """
@@ -142,6 +146,7 @@ def rebuild(layout: RunLayout, version: int, *, local: Copy | None = None, accep
         raise StorageError(
             f"policy version {version} is not published in {layout.weights}",
             mend="wait for its manifest, or choose one of the versions that `milesbatch weights ls` shows",
+            unseen=layout.weights_manifest(version),
         )
     unusable: set[Step] = set()
     while (plan := _plan(manifests, version, local, unusable)) is not None:
@@ -185,7 +190,12 @@ class _Manifests:
                     raise
                 self.damage.append(error)
                 manifest = None
-            self._known[version] = manifest if manifest is not None and self._accept(manifest) else None
+            if manifest is not None and not self._accept(manifest):
+                manifest = None
+            if manifest is not None and version != self._target and is_retired(self._layout, version):
+                manifest = None  # no way leads through it
+                self.damage.append(RetiredError(f"policy version {version} was retired"))
+            self._known[version] = manifest
         return self._known[version]
 
     def get(self, version: int) -> WeightsManifest:
@@ -194,7 +204,15 @@ class _Manifests:
         return manifest
 
     def no_way(self, version: int) -> CorruptArtefactError:
+        if is_retired(self._layout, version):  # perhaps only since the files were looked at
+            return retired_error(self._layout, version)
         found = "; ".join(error.what for error in self.damage) or "no keyframe with an unbroken chain of deltas"
-        return CorruptArtefactError(
-            f"policy version {version} cannot be rebuilt from {self._layout.weights}: {found}", mend=_MEND
-        )
+        what = f"policy version {version} cannot be rebuilt from {self._layout.weights}: {found}"
+        return CorruptArtefactError(what, mend=_MEND, unseen=self._unseen())
+
+    def _unseen(self) -> Path | None:
+        """What may still appear and open a way: a file of one; without any damage the manifest at which all ways end."""
+        if self.damage:
+            return next((error.unseen for error in self.damage if error.unseen is not None), None)
+        ends = [version for version, manifest in self._known.items() if manifest is None]
+        return self._layout.weights_manifest(max(ends)) if ends else None

@@ -8,6 +8,7 @@ The format: 8 bytes little-endian header length, JSON header, data (https://hugg
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,9 +71,10 @@ def stream_tensors(path: Path, ref: FileRef) -> Iterator[tuple[str, RawTensor]]:
     """
     try:
         with open(path, "rb") as stream:
-            size = path.stat().st_size
+            size = os.fstat(stream.fileno()).st_size  # of what was opened: what the name says may be old
             if size != ref.bytes:
-                raise _corrupt(path, f"it has {size} bytes, expected {ref.bytes}")
+                is_short = size < ref.bytes
+                raise _corrupt(path, f"it has {size} bytes, expected {ref.bytes}", unseen=path if is_short else None)
             hasher = xxhash.xxh3_128()
             for name, dtype, shape, length in _read_header(path, stream, hasher, size):
                 data = np.empty(length, np.uint8)
@@ -81,7 +83,7 @@ def stream_tensors(path: Path, ref: FileRef) -> Iterator[tuple[str, RawTensor]]:
                 hasher.update(data.data)
                 yield name, RawTensor(dtype, shape, data)
     except FileNotFoundError:
-        raise _corrupt(path, f"it is missing, expected {ref.bytes} bytes") from None
+        raise _corrupt(path, f"it is missing, expected {ref.bytes} bytes", unseen=path) from None
     except OSError as error:
         raise storage_error(path, error) from error
     found = "xxh128:" + hasher.hexdigest()
@@ -125,6 +127,6 @@ def _parse_header(text: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
     return rows
 
 
-def _corrupt(path: Path, what: str) -> CorruptArtefactError:
+def _corrupt(path: Path, what: str, unseen: Path | None = None) -> CorruptArtefactError:
     mend = "run `milesbatch weights verify` on the run; this file must not be used"
-    return CorruptArtefactError(f"{path} is damaged: {what}", mend=mend)
+    return CorruptArtefactError(f"{path} is damaged: {what}", mend=mend, unseen=unseen)

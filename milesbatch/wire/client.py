@@ -7,6 +7,7 @@ for several heartbeats is dead, and so is this incarnation: the process ends at 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -19,11 +20,12 @@ import httpx
 from milesbatch.cluster.context import RoleContext
 from milesbatch.errors import EXIT_TEMPFAIL, FencedError, StoppedToContinue
 from milesbatch.faults.points import point
-from milesbatch.records import GroupRef
 from milesbatch.wire import messages as wire
 
 A = TypeVar("A", bound=wire.Message)
 _WAIT_S = 5.0
+_IDLE_WAIT_S = 20.0
+_IDLE_PACE = 3
 _MISSED_HEARTBEATS = 5
 _RETRY_S = 0.5
 
@@ -35,7 +37,11 @@ class Controller:
         self._context = context
         self._http = httpx.Client(
             base_url=context.controller_url,
-            headers={"x-milesbatch-token": context.token, "x-milesbatch-incarnation": str(context.incarnation)},
+            headers={
+                "x-milesbatch-token": context.token,
+                "x-milesbatch-incarnation": str(context.incarnation),
+                "x-milesbatch-process": f"{context.name}.{context.attempt}",
+            },
             timeout=httpx.Timeout(_WAIT_S * 6, connect=_WAIT_S),
             trust_env=False,  # a proxy between nodes of one job is never wanted
         )
@@ -63,16 +69,16 @@ class Controller:
                 time.sleep(_RETRY_S)
         if response.status_code == 409:
             raise FencedError(
-                f"the controller at {self._context.controller_url} belongs to another incarnation than"
-                f" {self._context.incarnation}",
-                mend="nothing: the newer incarnation goes on with this run",
+                f"the controller at {self._context.controller_url} goes on without {self._context.name}, start"
+                f" {self._context.attempt} in incarnation {self._context.incarnation}: it was given up, and replaced",
+                mend="nothing: the run goes on without this process",
             )
         response.raise_for_status()
         return answer.model_validate_json(response.content)
 
     def lease(self, holding: Sequence[int]) -> wire.LeaseAnswer:
-        """Ask for another block; waits a few seconds for one only when nothing is held."""
-        wait_s = 0.0 if holding else _WAIT_S
+        """Ask for another block; waits for one only when nothing is held."""
+        wait_s = 0.0 if holding else _IDLE_WAIT_S
         request = wire.LeaseRequest(name=self._context.name, wait_s=wait_s, holding=tuple(holding))
         return self.ask("lease", request, wire.LeaseAnswer)
 
@@ -82,10 +88,10 @@ class Controller:
     def batch(self, step: int) -> wire.BatchAnswer:
         return self.ask("batch", wire.BatchRequest(step=step, wait_s=_WAIT_S), wire.BatchAnswer)
 
-    def regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
-        """Lost groups that were generated again; empty when they are not there yet."""
+    def regenerate(self, groups: tuple[int, ...]) -> wire.RegenerateAnswer:
+        """Lost groups that were generated again, when they are there."""
         request = wire.RegenerateRequest(groups=groups, wait_s=_WAIT_S)
-        return self.ask("regenerate", request, wire.RegenerateAnswer).groups
+        return self.ask("regenerate", request, wire.RegenerateAnswer)
 
     def unreachable(self, version: int, what: str) -> bool:
         """Say that a policy version cannot be rebuilt (``what`` empty: ask again); True while it is not mended."""
@@ -115,16 +121,31 @@ class Pulse:
         self.samples_in_flight = 0
         self.published = -1
         self.should_stop = False
+        self.was_warned = False
         self._moves = 0
         self._outside = 0
+        self._trouble = ""
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
 
     def start(self) -> None:
+        """Begin; from the main thread. In a job step, SIGTERM may be the beginning of a preemption's grace time: the controller
+        hears of it and decides. A step that is to end at once gets SIGKILL."""
+        if self._context.parent_pid == 0:
+            signal.signal(signal.SIGTERM, self._warned)
         self._thread.start()
+
+    def _warned(self, number: int, frame: object) -> None:
+        self.was_warned = True
 
     def moved(self, amount: int = 1) -> None:
         """Progress of any kind."""
+        self._trouble = ""
         self._moves += amount
+
+    def waits_for_space(self, text: str) -> None:
+        """A disk is full, as ``text`` says: told to the controller until the next progress, and not to be taken for a hang."""
+        self.moved()
+        self._trouble = text
 
     def set_activity(self, counter: int) -> None:
         """Progress as an outside counter shows it (for example tokens generated)."""
@@ -136,17 +157,20 @@ class Pulse:
                 self._beat()
             except (FencedError, StoppedToContinue, httpx.HTTPError) as error:
                 self._end(error)
-            time.sleep(self._context.heartbeat_s)
+            # One that waits has an open request at the controller besides: fewer are enough, and 64 idle workers cheap.
+            time.sleep(self._context.heartbeat_s * (_IDLE_PACE if self.state == "waiting" else 1))
 
     def _beat(self) -> None:
         beat = wire.Heartbeat(
             name=self._context.name,
-            pid=os.getpid(),
+            attempt=self._context.attempt,
             host=socket.gethostname(),
             state=self.state,
             policy_version=self.policy_version,
             samples_in_flight=self.samples_in_flight,
             activity=self._moves + self._outside,
+            warned=self.was_warned,
+            trouble=self._trouble,
         )
         answer = self._controller.ask("heartbeat", beat, wire.HeartbeatAnswer)
         self.published = max(self.published, answer.published)

@@ -22,7 +22,8 @@ class Heartbeat(Message):
     """Sent every ``slurm.heartbeat_s`` by every role process."""
 
     name: str
-    pid: int
+    attempt: int
+    """Which start of this role it is; an older one than the controller's last is refused: it was given up."""
     host: str
     state: str
     """What it does: ``starting``, ``generating``, ``training``, ``waiting`` …; ``waiting`` is never a hang."""
@@ -30,6 +31,10 @@ class Heartbeat(Message):
     samples_in_flight: int
     activity: int
     """A counter that grows with progress of any kind; when it stands still for ``slurm.hang_s``, the process hangs."""
+    warned: bool = False
+    """Slurm has sent this process a SIGTERM: its job may be about to end. The controller asks Slurm about it."""
+    trouble: str = ""
+    """What it waits for that a person must mend (space on a disk), in words; empty when nothing."""
 
 
 class HeartbeatAnswer(Message):
@@ -114,7 +119,17 @@ class StepDone(Message):
 
 
 class Checkpointed(Message):
+    """A checkpoint is committed."""
+
     step: int
+    seconds: float
+    """From the beginning of the save to its commit: what a warning before the end of a job must leave time for."""
+
+
+class CheckpointedAnswer(Message):
+    oldest_held: int | None
+    """Smallest policy version that a live rollout worker holds or goes on from; null while one is just starting: then
+    nothing may be retired."""
 
 
 class Finished(Message):
@@ -133,6 +148,8 @@ class RegenerateRequest(Message):
 class RegenerateAnswer(Message):
     groups: tuple[GroupRef, ...]
     """The groups, once all of them are there; empty: ask again."""
+    unreachable: tuple[int, ...] = ()
+    """As in :class:`BatchAnswer`: perhaps the very version that must make these groups."""
 
 
 class Unreachable(Message):
@@ -156,6 +173,10 @@ class UnreachableRequest(Message):
 
 class UnreachableVersions(Message):
     versions: tuple[int, ...]
+    recorded: int
+    """Newest batch record that this controller knows to be committed: a starting trainer looks for it until it sees it."""
+    published: int
+    """Newest policy version that it knows to be published."""
 
 
 class PendingRequest(Message):

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "milesbatch"
 
 # Imports point down (to a later line). Peers within a line may import each other's modules, but not in a cycle.
 LAYERS = (
-    ("cli", "report", "audit", "drill"),
+    ("cli", "report", "audit", "drill", "doctor", "jobs"),
     ("controller",),
     ("rollout", "trainer"),
     ("engines", "backends", "cluster", "environments", "tracking", "models", "preparation", "role", "wire"),
@@ -48,6 +48,8 @@ WITHOUT_TORCH = (
     "cli",
     "audit",
     "drill",
+    "doctor",
+    "jobs",
 )
 
 DOORS = {
@@ -59,7 +61,10 @@ DOORS = {
     "os.getenv": {"cluster.context"},
     "os.putenv": {"cluster.context"},
 }
-MODULE_DOORS = {"subprocess": {"cluster.local", "cluster.slurm", "preparation", "drill.command"}}
+# doctor.child: probes that a broken driver or network may hang need a process of their own with a time limit.
+MODULE_DOORS = {
+    "subprocess": {"cluster.local", "cluster.slurm", "cluster.steps", "preparation", "drill.command", "doctor.child"}
+}
 
 
 @cache

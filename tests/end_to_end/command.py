@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 QUICK = Path(__file__).parent / "quick.yaml"
 TIMEOUT_S = 800.0
@@ -29,14 +29,26 @@ class Ended:
 class Command:
     """One started ``milesbatch`` command."""
 
-    def __init__(self, *arguments: str | Path, cache: Path, cwd: Path | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cache: Path,
+        cwd: Path | None = None,
+        path: Path | None = None,
+        prefix: Sequence[str] = (),
+        faults: Path | None = None,
+        stderr: IO[str] | int = subprocess.PIPE,
+    ) -> None:
+        """``prefix`` is a command that runs this one, ``faults`` a fault plan; ``stderr`` may be a file."""
         environment = {**os.environ, "MILESBATCH_CACHE": str(cache)}
         if path is not None:
             environment["PYTHONPATH"] = str(path)
+        if faults is not None:
+            environment["MILESBATCH_FAULTS"] = str(faults)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "milesbatch.cli.main", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "milesbatch.cli.main", *map(str, arguments)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=environment,
             cwd=cwd,
@@ -48,8 +60,8 @@ class Command:
         except subprocess.TimeoutExpired:
             self.kill_everything()
             out, err = self.process.communicate()
-            raise AssertionError(f"still running after {timeout_s} s; it said:\n{err[-4000:]}") from None
-        return Ended(self.process.returncode, out, err)
+            raise AssertionError(f"still running after {timeout_s} s; it said:\n{(err or '')[-4000:]}") from None
+        return Ended(self.process.returncode, out, err or "")
 
     def children(self) -> dict[int, str]:
         """Living child processes: pid -> role name such as ``rollout-1``."""
@@ -102,8 +114,15 @@ def wait_until(look: Callable[[], Any], what: str, timeout_s: float = 400.0) -> 
     raise AssertionError(f"waited {timeout_s} s until {what}")
 
 
-def milesbatch(*arguments: str | Path, cache: Path, cwd: Path | None = None, path: Path | None = None) -> Ended:
-    return Command(*arguments, cache=cache, cwd=cwd, path=path).wait()
+def milesbatch(
+    *arguments: str | Path,
+    cache: Path,
+    cwd: Path | None = None,
+    path: Path | None = None,
+    prefix: Sequence[str] = (),
+    faults: Path | None = None,
+) -> Ended:
+    return Command(*arguments, cache=cache, cwd=cwd, path=path, prefix=prefix, faults=faults).wait()
 
 
 def status(run: Path, cache: Path) -> dict[str, Any]:

@@ -19,23 +19,26 @@ from crash_scene import CharacterTokenizer, HashBackend, HashEngine, SlowSaver
 from milesbatch.cluster.context import RoleContext
 from milesbatch.controller.hub import Hub
 from milesbatch.environments.prompts import open_prompts
+from milesbatch.errors import StorageError
 from milesbatch.recipe.models import Recipe
-from milesbatch.records import GroupRef, RunRecord, digest_bytes
+from milesbatch.records import RunRecord, digest_bytes
 from milesbatch.report.status import cause_of_restart, is_finished
 from milesbatch.rollout.episodes import EpisodeRunner, Recorder
 from milesbatch.rollout.loop import WorkerLoop
+from milesbatch.rollout.reaching import open_follower
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.durable import AlreadyExistsError, publish_file, remove_file
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import LivenessHint
 from milesbatch.store.run import OpenRun, open_run, read_run_record
+from milesbatch.store.sight import AT_ONCE, Sight
+from milesbatch.store.survey import read_incarnations
 from milesbatch.store.takeover import Claimant, take_over
 from milesbatch.trainer.checkpointing import Checkpointer
 from milesbatch.trainer.loop import TrainerLoop
 from milesbatch.trajectories.groups import group_refs
 from milesbatch.trajectories.schema import FileMetadata
-from milesbatch.weights.follower import Follower
 from milesbatch.wire import messages as wire
 
 T = TypeVar("T")
@@ -67,22 +70,31 @@ class Silent:
         return
 
 
-def live(layout: RunLayout, recipe: Recipe, script: Script = Script(), open_events: OpenEvents = EventLog) -> None:
-    """What ``milesbatch run`` does, once."""
-    if read_run_record(layout) is None:
-        _make_run(layout, recipe)
+def live(
+    layout: RunLayout,
+    recipe: Recipe,
+    script: Script = Script(),
+    open_events: OpenEvents = EventLog,
+    life: type[Life] | None = None,
+    sight: Sight = AT_ONCE,
+) -> None:
+    """What ``milesbatch run`` does, once; ``life`` may be another kind of :class:`Life`."""
+    sight.until_seen(lambda: read_run_record(layout) or make_run(layout, recipe))
+    sight.until_seen(lambda: read_incarnations(layout))
     if is_finished(layout, recipe.steps):
         return
     # Every life is in this process; by its record, the controller of the life before has ended.
     with mock.patch("milesbatch.store.takeover.process_started", lambda: "a process that has ended"):
-        incarnation = take_over(layout, Claimant(cause=cause_of_restart(layout)), {})
+        incarnation = take_over(layout, Claimant(cause=cause_of_restart(layout)), {}, sight=sight)
     found = incarnation.found
     hub = Hub(recipe)
     ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
     hub.restore(found.fates, ready, found.last_version)
-    LivenessHint(layout, incarnation.number, "http://nowhere").beat()
+    with contextlib.suppress(StorageError):
+        LivenessHint(layout, incarnation.number, "http://nowhere").beat()
     with contextlib.ExitStack() as stack:
-        _Life(open_run(layout, incarnation.number), incarnation.number, hub, script, open_events, stack).run()
+        run = open_run(layout, incarnation.number, sight)
+        (life or Life)(run, incarnation.number, hub, script, open_events, stack).run()
 
 
 def live_to_the_end(layout: RunLayout, recipe: Recipe) -> None:
@@ -91,7 +103,7 @@ def live_to_the_end(layout: RunLayout, recipe: Recipe) -> None:
     assert is_finished(layout, recipe.steps), "one start did not finish the run"
 
 
-def _make_run(layout: RunLayout, recipe: Recipe) -> RunRecord:
+def make_run(layout: RunLayout, recipe: Recipe) -> RunRecord:
     lay_out(layout, recipe)
     for name, data in _MODEL_FILES.items():  # as models/prepare.py does
         try:
@@ -103,7 +115,7 @@ def _make_run(layout: RunLayout, recipe: Recipe) -> RunRecord:
     return commit_run(layout, recipe, {name: digest_bytes(name.encode()) for name in names})
 
 
-class _Life:
+class Life:
     """The roles of one incarnation."""
 
     def __init__(
@@ -122,14 +134,19 @@ class _Life:
         self._slow_block = script.slow_block
 
     def run(self) -> None:
-        context, recipe, layout = self._context("trainer", 0, 1), self.run_.recipe, self.run_.layout
-        events = self._events(context)
+        context = self._context("trainer", 0, 1)
+        run, events = self.run_of(context.name), self._events(context)
         controller: Any = _TrainerSide(self)
         pulse: Any = Silent()
-        loop = TrainerLoop(context, self.run_, HashBackend(), controller, pulse, events)
-        checkpointer = Checkpointer(layout, loop.fence, SlowSaver(), 0, 1, recipe.checkpoint.keep, loop.patience)
+        loop = TrainerLoop(context, run, HashBackend(), controller, pulse, events)
+        keep = run.recipe.checkpoint.keep
+        checkpointer = Checkpointer(run.layout, loop.fence, SlowSaver(), 0, 1, keep, loop.patience)
         events.write("ready", seconds=0.0)
         loop.run(checkpointer)
+
+    def run_of(self, name: str) -> OpenRun:
+        """The run as the process ``name`` sees it: here all are on one host."""
+        return self.run_
 
     def work(self) -> bool:
         """The next worker makes a block; False when no worker found one."""
@@ -149,26 +166,28 @@ class _Life:
 
     def _worker(self, index: int) -> tuple[WorkerLoop, _WorkerSide]:
         context = self._context("rollout", index, self.run_.recipe.rollout.workers)
-        run, tokenizer = self.run_, CharacterTokenizer()
+        run, tokenizer = self.run_of(context.name), CharacterTokenizer()
         recorder = Recorder(context.name, context.incarnation)
         runner = EpisodeRunner(run.recipe, open_prompts(run.recipe), tokenizer, (), recorder)
         fingerprints = run.record.fingerprints
         metadata = FileMetadata(run.record.run_id, fingerprints["tokenizer"], fingerprints["chat_template"])
-        side = _WorkerSide(self, context.name)
+        silent = Silent()
+        side = _WorkerSide(self, context.name, silent)
+        side.beat("waiting")
         controller: Any = side
-        pulse: Any = Silent()
-        follower, events = Follower(run.layout), self._events(context)
+        pulse: Any = silent
+        follower, events = open_follower(run, self._incarnation, lambda text: None), self._events(context)
         loop = WorkerLoop(context, run, HashEngine(), runner, follower, controller, pulse, events, metadata)
         return loop, side
 
     def _events(self, context: RoleContext) -> EventLog:
         return self._stack.enter_context(
-            contextlib.closing(self._open_events(self.run_.layout, context.name, context.incarnation))
+            contextlib.closing(self._open_events(self.run_of(context.name).layout, context.name, context.incarnation))
         )
 
     def _context(self, role: str, index: int, count: int) -> RoleContext:
         return RoleContext(
-            run_directory=self.run_.layout.root,
+            run_directory=self.run_of(f"{role}-{index}").layout.root,
             role=role,
             index=index,
             count=count,
@@ -184,22 +203,41 @@ class _Life:
 class _WorkerSide:
     """A worker's controller: one block a turn, then ``stop``, which hands the thread back."""
 
-    def __init__(self, life: _Life, name: str) -> None:
-        self._life, self._name, self._may_take = life, name, False
+    def __init__(self, life: Life, name: str, pulse: Silent) -> None:
+        self._life, self._name, self._pulse, self._may_take = life, name, pulse, False
         self._took = False
 
     def turn(self, worker: WorkerLoop) -> bool:
         self._may_take, self._took = True, False
         worker.run()
+        self.beat(self._pulse.state)
         return self._took
+
+    def beat(self, state: str) -> None:
+        version = self._pulse.policy_version
+        self._life.hub.heartbeat(
+            wire.Heartbeat(
+                name=self._name,
+                attempt=1,
+                host="",
+                state=state,
+                policy_version=version,
+                samples_in_flight=0,
+                activity=0,
+            )
+        )
 
     def lease(self, holding: Sequence[int]) -> wire.LeaseAnswer:
         if not self._may_take:
-            return wire.LeaseAnswer(stop=True)
+            return wire.LeaseAnswer(stop=not holding)  # in relaxed mode it asks for more while it works
         self._may_take = False
         answer = _now(self._life.hub.lease(wire.LeaseRequest(name=self._name, wait_s=0.0, holding=tuple(holding))))
         self._took = bool(answer.groups)
-        return answer if self._took else wire.LeaseAnswer(stop=True)
+        return answer if self._took else wire.LeaseAnswer(stop=not holding)
+
+    def unreachable(self, version: int, what: str) -> bool:
+        message = wire.Unreachable(name=self._name, version=version, what=what, wait_s=0.0)
+        return _now(self._life.hub.report_unreachable(message)).pending
 
     def commit(self, request: wire.CommitRequest) -> bool:
         self._life.lose(self._name, request.block)
@@ -209,7 +247,7 @@ class _WorkerSide:
 class _TrainerSide:
     """The trainer's controller: while it waits for a batch, the workers work, and one block ahead where they may."""
 
-    def __init__(self, life: _Life) -> None:
+    def __init__(self, life: Life) -> None:
         self._life = life
 
     def batch(self, step: int) -> wire.BatchAnswer:
@@ -224,13 +262,15 @@ class _TrainerSide:
                 return answer
             assert life.work(), f"step {step} waits for {answer.missing} groups, and no worker is given one"
 
-    def regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
+    def regenerate(self, groups: tuple[int, ...]) -> wire.RegenerateAnswer:
         raise AssertionError(f"groups {groups} were trained on, and a crash lost their file")
 
     def ask(self, path: str, message: wire.Message, kind: type[wire.Message]) -> wire.Message:
         hub = self._life.hub
         if path == "to-publish-again":
-            return wire.UnreachableVersions(versions=tuple(hub.unreachable))
+            return hub.to_publish_again()
+        if isinstance(message, wire.Checkpointed):
+            return wire.CheckpointedAnswer(oldest_held=hub.oldest_held())
         assert path == "pending"
         return wire.PendingAnswer(groups=tuple(hub.ready[group_id] for group_id in sorted(hub.ready)))
 

@@ -7,7 +7,7 @@ checkpoint or other weights at the rollout change every later weights digest.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,30 @@ import xxhash
 from builders import make_recipe
 
 from milesbatch.algorithm.samples import TrainSample
-from milesbatch.backends.protocol import StepMetrics
+from milesbatch.backends.protocol import StepMetrics, do_nothing
 from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
 from milesbatch.ids import VersionSpan
 from milesbatch.recipe.models import Recipe
+from milesbatch.store.durable import storage_error
 from milesbatch.store.operations import current
 
-STEPS = 6
+STEPS = 7
 _ALPHABET = "0123456789+-*="
 _BOS, _UNKNOWN, _FIRST_CHARACTER = 0, 1, 2
 
 
 def crash_recipe() -> Recipe:
-    """6 steps of 4 groups in blocks of 2; checkpoints every 2 steps, 2 kept; keyframes 0, 3 and 6."""
+    """7 steps of 4 groups in blocks of 2; checkpoints every 2 steps, 2 kept; keyframes 0, 2, 4 and 6.
+
+    Staleness 1: once checkpoints 4 and 6 are the newest, versions 0 and 1 may go; with 6 and 7, all below version 4.
+    """
     return make_recipe(
         steps=STEPS,
-        seed=3,
+        seed=15,
         rollout={"workers": 2},
         environment={"reward": "milesbatch.environments.rewards:digit_match"},
         algorithm={"group_filter": "zero_variance"},
-        weights={"keyframe_every": 3},
+        weights={"keyframe_every": 2},
         checkpoint={"every": 2, "keep": 2},
         tracking={"kind": "none"},
     )
@@ -105,7 +109,10 @@ class HashBackend:
             "head.weight": torch.zeros(16, 8),
         }
 
-    def train_step(self, step: int, samples: Sequence[TrainSample]) -> StepMetrics:
+    def train_step(
+        self, step: int, samples: Sequence[TrainSample], before_update: Callable[[], None] = do_nothing
+    ) -> StepMetrics:
+        before_update()
         hasher = xxhash.xxh3_64(f"{self._chain.item()}/{step}".encode())
         for sample in samples:
             hasher.update(repr(sample).encode())
@@ -136,30 +143,45 @@ class HashBackend:
 
 
 class SlowSaver:
-    """Writes the first half of a state when it is told to, the second when it is asked again, as a background save would.
+    """Copies a state as late as it may and writes half of it then, and the rest when it is asked again, as a background save
+    would.
 
-    It leaves all syncing to the commit (``sync_tree``).
+    It leaves all syncing to what is done afterwards (``sync_tree``).
     """
 
     def __init__(self) -> None:
+        self._live: dict[Path, torch.Tensor] = {}
         self._waiting: list[tuple[Path, bytes]] = []
         self._has_been_asked = False
+        self._afterwards: Callable[[], None] | None = None
 
-    def start(self, state_dict: Mapping[str, Any], directory: Path) -> None:
-        shards = [(name, tensor.numpy().tobytes()) for name, tensor in sorted(state_dict.items())]
-        self._waiting = [(directory / f"{name}.distcp", data) for name, data in shards]
+    def start(self, state_dict: Mapping[str, Any], directory: Path, afterwards: Callable[[], None] | None) -> None:
+        self._afterwards = afterwards
+        self._live = {directory / f"{name}.distcp": tensor for name, tensor in sorted(state_dict.items())}
         self._has_been_asked = False
-        self._write(len(shards) // 2)
+
+    def await_copy(self) -> None:
+        if self._live:
+            self._waiting = [(path, tensor.numpy().tobytes()) for path, tensor in self._live.items()]
+            self._live = {}
+            self._write(len(self._waiting) // 2)
+
+    def later(self, action: Callable[[], None]) -> None:
+        action()
 
     @property
     def is_done(self) -> bool:
         if self._has_been_asked:
-            self._write(len(self._waiting))
+            self.wait()
         self._has_been_asked = True
-        return not self._waiting
+        return not self._waiting and not self._live
 
     def wait(self) -> None:
+        self.await_copy()
         self._write(len(self._waiting))
+        afterwards, self._afterwards = self._afterwards, None
+        if afterwards is not None:
+            afterwards()
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
         for name, tensor in state.items():
@@ -168,8 +190,11 @@ class SlowSaver:
 
     def _write(self, count: int) -> None:
         for path, data in self._waiting[:count]:
-            with current().create(path) as stream:
-                stream.write(data[: len(data) // 2])
-                stream.flush()
-                stream.write(data[len(data) // 2 :])
+            try:
+                with current().create(path) as stream:
+                    stream.write(data[: len(data) // 2])
+                    stream.flush()
+                    stream.write(data[len(data) // 2 :])
+            except OSError as error:  # as the real one says it
+                raise storage_error(path, error) from error
         del self._waiting[:count]

@@ -45,7 +45,7 @@ from milesbatch.weights.reader import read_manifest
 STOP_AFTER = 3
 SLOW_BLOCK = 4
 KILLED_AT = "weights/000005/manifest.json"
-SECOND_CRASHES = (0.2, 0.6, 1.0)
+SECOND_CRASHES = (0.1, 0.5, 1.0)
 """Shares of the mutations of a continued run after which the power fails."""
 IMMUTABLE = ("incarnations", "batches")
 TWIN_REASONS = ("another file holds the same groups", "another worker's file of the same groups was committed first")
@@ -185,7 +185,8 @@ def _has_twin(path: str, durable: Files, root: Path) -> bool:
 def _is_immutable(path: str) -> bool:
     parts = path.split("/")[1:]
     is_record = parts[0] in IMMUTABLE and parts[-1].endswith(".json")
-    return parts == ["run.json"] or is_record or (parts[0] == "weights" and parts[-1] == "manifest.json")
+    is_kept = parts[0] == "weights" and parts[-1] in ("manifest.json", "retired.json")
+    return parts == ["run.json"] or is_record or is_kept
 
 
 # -- searching ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,11 @@ import pytest
 from crash_log import Mutation
 from crash_search import Ending, Recording, record, search, search_twice, undisturbed
 
+from milesbatch.decisions.retention import Needs
 from milesbatch.store import durable
+from milesbatch.store.durable import remove_files
 from milesbatch.store.operations import current
+from milesbatch.trainer.retiring import Retiring
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def test_a_take_over_that_builds_on_what_is_not_durable(expected: Ending, tmp_pa
     ):
         report = search_twice(Recording(expected, mutations), points)
     assert report.failures, "the harness has not seen the bug"
-    assert "has no batch record" in report.failures[0]
+    assert "after it had been sealed" in report.failures[0], "its groups had no fate any more, and no seal names their files"
 
 
 def test_a_run_record_that_names_temporary_files(expected: Ending, tmp_path: Path) -> None:
@@ -106,3 +109,32 @@ def test_temporary_files_that_nobody_sweeps(expected: Ending, tmp_path: Path) ->
     with mock.patch("milesbatch.store.takeover.sweep_temporary", lambda directory: 0):
         report = search(Recording(expected, mutations), points)
     assert any("left behind" in failure for failure in report.failures)
+
+
+def test_payload_that_goes_before_its_retirement_is_durable(expected: Ending, tmp_path: Path) -> None:
+    """Seen only where nothing retires again: the run was finished."""
+
+    def hasty(retiring: Retiring, version: int, base: int, needs: Needs) -> None:
+        remove_files(retiring._layout.weights_version(version), retiring._payload(version))
+        retire(retiring, version, base, needs)
+
+    retire = Retiring._retire
+    with mock.patch.object(Retiring, "_retire", hasty):
+        mutations = record(tmp_path)
+    (point,) = (n for n, m in enumerate(mutations, 1) if m.kind == "unlink" and "weights/000003/delta" in m.path)
+    assert "is missing" in first_failure(Recording(expected, mutations), point)
+
+
+def test_payload_that_something_needs(expected: Ending, tmp_path: Path) -> None:
+    with mock.patch("milesbatch.trainer.retiring.versions_to_retire", lambda base, retired: tuple(range(base + 1))):
+        mutations = record(tmp_path)
+    found = first_failure(Recording(expected, mutations), behind(mutations, "checkpoints/000007/manifest.json"))
+    assert "weights/000002/retired.json" in found
+
+
+def test_an_update_that_does_not_wait_for_the_copy_of_the_state(expected: Ending, tmp_path: Path) -> None:
+    """A continued run loads a state that is not of the checkpoint's step."""
+    with mock.patch("milesbatch.trainer.checkpointing.Checkpointer.await_copy", lambda checkpointer: None):
+        mutations = record(tmp_path)
+    found = first_failure(Recording(expected, mutations), behind(mutations, "batches/000007.json"))
+    assert "DivergenceError" in found

@@ -43,22 +43,26 @@ def test_the_recorded_run_holds_what_must_be_crashed(recording: Recording) -> No
     assert {mutation.kind for mutation in mutations} == MUTATION_KINDS
     linked = Counter(Path(mutation.target).parts[1] for mutation in mutations if mutation.kind == "link")
     assert linked["incarnations"] == 3
-    assert linked["batches"] == 6
-    assert linked["trajectories"] == 13, "12 blocks, one of them twice"
+    assert linked["batches"] == 7
+    assert linked["trajectories"] == 15, "14 blocks, one of them twice"
     commits = [mutation.target for mutation in mutations if mutation.kind == "link"]
-    assert sum("keyframe" in target for target in commits) == 3
+    assert sum("keyframe" in target for target in commits) == 4
     assert [target.split("/")[2] for target in commits if "checkpoints" in target] == [
         "000002",
         "000003",
         "000004",
         "000006",
+        "000007",
     ]
     retired = [m.path for m in mutations if m.kind == "unlink" and m.path.endswith("manifest.json")]
-    assert retired == [f"run/checkpoints/{step}/manifest.json" for step in ("000002", "000003")]
+    assert retired == [f"run/checkpoints/{step}/manifest.json" for step in ("000002", "000003", "000004")]
+    weights = [target.split("/")[2] for target in commits if target.endswith("retired.json")]
+    assert weights == ["000000", "000001", "000002", "000003"]
+    assert commits.index("run/weights/000001/retired.json") < commits.index("run/checkpoints/000007/manifest.json")
     assert any(mutation.kind == "rename" and "quarantine" in mutation.target for mutation in mutations)
     trained = {fate.split()[1] for fate in recording.ending.fates if "trained" in fate}
-    assert trained == {f"trained({step})" for step in range(1, 7)}, "every step must learn from something"
-    assert len(set(recording.ending.digests)) == 7
+    assert trained == {f"trained({step})" for step in range(1, 8)}, "every step must learn from something"
+    assert len(set(recording.ending.digests)) == 8
 
 
 def test_some_crash_points(recording: Recording) -> None:

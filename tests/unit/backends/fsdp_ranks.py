@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,14 @@ def first_run(rank: Rank) -> None:
     saver.start(backend.state_dict(), checkpoint)
     rank.seen["draws"] = draws()
     rank.steps("run", backend, 3, STEPS)
-    while not saver.done():
+    while not saver.is_done:
         time.sleep(0.01)
+    saver.wait()
     load_into(backend, checkpoint)
     rank.keep_weights("rolled_back", backend)
     snapshot_is_a_copy(rank, saver)
+    update_waits_for_the_copy(rank, saver)
+    actions_run_in_order(rank, saver)
     failures(rank, saver, backend, checkpoint)
 
 
@@ -159,6 +162,7 @@ def snapshot_is_a_copy(rank: Rank, saver: AsyncSaver) -> None:
     state = {**backend.state_dict(), f"ballast/{rank.rank}": torch.ones(4_000_000)}
     rank.keep_weights("before_overwriting", backend)
     saver.start(state, rank.directory / "snapshot")
+    saver.await_copy()
     tensors = [value for value in state.values() if value.is_floating_point()]
     for tensor in tensors:
         getattr(tensor, "_local_tensor", tensor).fill_(7.0)
@@ -168,12 +172,51 @@ def snapshot_is_a_copy(rank: Rank, saver: AsyncSaver) -> None:
     rank.seen["ballast"] = [state[f"ballast/{rank.rank}"].min().item(), state[f"ballast/{rank.rank}"].max().item()]
 
 
+def update_waits_for_the_copy(rank: Rank, saver: AsyncSaver) -> None:
+    """A copy that is late, and a step that would be quicker."""
+    backend, copy = FsdpBackend(tiny_recipe(), tiny_model(), CPU), saver._staging.copy
+
+    def copy_late(state: Mapping[str, Any]) -> dict[str, Any]:
+        time.sleep(0.5)
+        return copy(state)
+
+    rank.keep_weights("before_update", backend)
+    saver._staging.copy = copy_late
+    saver.start(backend.state_dict(), rank.directory / "late")
+    backend.train_step(1, step_samples(1), saver.await_copy)
+    saver._staging.copy = copy
+    rank.keep_weights("after_update", backend)
+    saver.wait()
+    load_into(backend, rank.directory / "late")
+    rank.keep_weights("as_saved", backend)
+
+
+def actions_run_in_order(rank: Rank, saver: AsyncSaver) -> None:
+    """What is to be done behind a save, and what was put off, in the order in which it was asked for."""
+    seen: list[str] = []
+    backend, directory = FsdpBackend(tiny_recipe(), tiny_model(), CPU), rank.directory / "actions"
+
+    def afterwards() -> None:
+        seen.append("after" if (directory / ".metadata").exists() or rank.rank else "too early")
+
+    saver.later(lambda: (time.sleep(0.2), seen.append("put off"))[1])
+    saver.start(backend.state_dict(), directory, afterwards)
+    saver.wait()
+    rank.seen["actions"] = seen
+    saver.later(lambda: rank.directory.joinpath("nowhere", "file").touch())
+    try:
+        saver.wait()
+    except FileNotFoundError:
+        rank.seen["action_failed"] = True
+    saver.wait()
+
+
 def failures(rank: Rank, saver: AsyncSaver, backend: FsdpBackend, checkpoint: Path) -> None:
     blocked = rank.directory / f"file.{rank.part}"
     blocked.touch()
     saver.start(backend.state_dict(), blocked / "checkpoint")
     rank.expect_error("failed_save", saver.wait)
-    rank.seen["usable_after_failure"] = saver.done()
+    rank.seen["usable_after_failure"] = saver.is_done
     rank.expect_error("missing_checkpoint", lambda: load(backend.state_dict(), rank.directory / "nowhere"))
     shard = checkpoint / "__1_0.distcp"
     whole = shard.read_bytes()

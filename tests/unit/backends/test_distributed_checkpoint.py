@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from milesbatch.backends.distributed_checkpoint import AsyncSaver, random_state, restore_random_state
+from milesbatch.backends.distributed_checkpoint import AsyncSaver, _Staging, random_state, restore_random_state
 from milesbatch.errors import RunFailedError
 
 CPU = torch.device("cpu")
@@ -34,6 +34,20 @@ def test_random_state_has_fixed_shapes() -> None:
     shapes = {name: tensor.shape for name, tensor in random_state(CPU).items()}
     draws()
     assert {name: tensor.shape for name, tensor in random_state(CPU).items()} == shapes
+
+
+def test_copies_are_made_into_memory_that_is_kept() -> None:
+    staging, state = _Staging(), {"a": torch.ones(8), "b": torch.zeros(2, dtype=torch.int64), "text": ["x"]}
+    first = staging.copy(state)
+    assert {key: value is state[key] for key, value in first.items()} == {"a": False, "b": False, "text": False}
+    state["a"].fill_(2.0)
+    assert first["a"].sum() == 8
+    second = staging.copy(state)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert (second["a"].sum(), second["text"]) == (16, ["x"])
+    third = staging.copy({"a": torch.ones(4)})
+    assert third["a"].shape == (4,)
+    assert set(staging._buffers) == {"a"}, "what is not saved any more takes no memory"
 
 
 def test_missing_psutil_is_said_before_a_save_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,17 @@ def test_snapshot_does_not_see_later_changes(seen: Seen) -> None:
     assert seen.of("first", 0)["ballast"] == seen.of("first", 1)["ballast"] == [1.0, 1.0]
 
 
+def test_an_update_waits_until_the_state_before_it_is_copied(seen: Seen) -> None:
+    assert seen.difference("first.before_update", "first.as_saved") == 0.0
+    assert seen.difference("first.before_update", "first.after_update") > 0.0
+
+
+def test_what_is_put_off_runs_in_the_background_in_order(seen: Seen) -> None:
+    for rank in (0, 1):
+        assert seen.of("first", rank)["actions"] == ["put off", "after"]
+        assert seen.of("first", rank)["action_failed"] is True
+
+
 # -- compute options ----------------------------------------------------------------------------------------------
 
 

@@ -57,10 +57,10 @@ def record(hub: Hub, step: int) -> None:
     hub.recorded(wire.Recorded(step=step, group_ids=tuple(ids)))
 
 
-def beat(hub: Hub, activity: int, state: str = "generating", pid: int = 1, name: str = "rollout-0") -> None:
+def beat(hub: Hub, activity: int, state: str = "generating", attempt: int = 1, name: str = "rollout-0") -> None:
     hub.heartbeat(
         wire.Heartbeat(
-            name=name, pid=pid, host="h", state=state, policy_version=0, samples_in_flight=3, activity=activity
+            name=name, attempt=attempt, host="h", state=state, policy_version=0, samples_in_flight=3, activity=activity
         )
     )
 
@@ -119,7 +119,7 @@ def test_stop_and_end() -> None:
     hub.stop()
     assert hub.heartbeat(
         wire.Heartbeat(
-            name="rollout-0", pid=1, host="h", state="waiting", policy_version=0, samples_in_flight=0, activity=0
+            name="rollout-0", attempt=1, host="h", state="waiting", policy_version=0, samples_in_flight=0, activity=0
         )
     ).stop
 
@@ -269,9 +269,9 @@ def test_standing_still_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     hub = make_hub()
 
-    def active_at(at_s: float, activity: int, state: str = "generating", pid: int = 1) -> float:
+    def active_at(at_s: float, activity: int, state: str = "generating", attempt: int = 1) -> float:
         now[0] = at_s
-        beat(hub, activity, state, pid)
+        beat(hub, activity, state, attempt)
         assert hub.peers["rollout-0"].seen_at_s == at_s
         return hub.peers["rollout-0"].active_at_s
 
@@ -281,7 +281,7 @@ def test_standing_still_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert active_at(1006.0, 6, "training") == 1004.0
     assert active_at(1008.0, 6, "waiting") == 1008.0  # waiting is never a hang
     assert active_at(1010.0, 6) == 1008.0
-    assert active_at(1012.0, 6, pid=2) == 1012.0  # another process
+    assert active_at(1012.0, 6, attempt=2) == 1012.0  # another process
 
 
 def test_what_people_see() -> None:
@@ -393,3 +393,48 @@ def test_without_bitwise_mode_a_newer_version_mends_an_unreachable_one() -> None
     ).pending
     hub.publish(wire.Published(version=3))
     assert not hub.unreachable
+
+
+def test_who_waits_for_lost_groups_hears_of_unreachable_versions() -> None:
+    """The worker that is to make them again may need a version whose files are gone."""
+    hub = make_hub(4)
+    question = wire.RegenerateRequest(groups=(8,), wait_s=0.0)
+    assert asyncio.run(hub.regenerate(question)) == wire.RegenerateAnswer(groups=())
+    asyncio.run(hub.report_unreachable(wire.Unreachable(name="rollout-0", version=1, what="retired", wait_s=0.0)))
+    assert asyncio.run(hub.regenerate(question)).unreachable == (1,)
+
+
+# -- what workers hold, for retention -------------------------------------------------------------------------------
+
+
+def holds(hub: Hub, name: str, version: int, state: str = "generating") -> None:
+    hub.heartbeat(
+        wire.Heartbeat(
+            name=name, attempt=1, host="h", state=state, policy_version=version, samples_in_flight=0, activity=0
+        )
+    )
+
+
+def test_the_oldest_version_that_a_worker_holds() -> None:
+    hub = make_hub(9, rollout={"workers": 2})
+    assert hub.oldest_held() is None, "nobody has been heard of"
+    holds(hub, "rollout-0", 7)
+    holds(hub, "trainer-0", 2)
+    assert hub.oldest_held() is None, "one is missing"
+    holds(hub, "rollout-1", -1, "starting")
+    assert hub.oldest_held() is None, "it may begin with any version"
+    holds(hub, "rollout-1", -1, "generating")
+    assert hub.oldest_held() is None, "it is just reading its first version"
+    holds(hub, "rollout-1", 5)
+    assert hub.oldest_held() == 5
+    hub.forget("rollout-1")
+    assert hub.oldest_held() is None
+
+
+def test_workers_that_wait_for_their_first_lease_hold_nothing() -> None:
+    hub = make_hub(9, rollout={"workers": 2})
+    holds(hub, "rollout-0", -1, "waiting")
+    holds(hub, "rollout-1", -1, "waiting")
+    assert hub.oldest_held() == 9
+    holds(hub, "rollout-1", 8)
+    assert hub.oldest_held() == 8

@@ -33,6 +33,9 @@ def test_exit_status(code: int, words: str) -> None:
         ("no error: here\nValueError: bad\n", "ValueError: bad"),
         ('Traceback (most recent call last):\n  File "x"\nKeyError: 3\n\n', "KeyError: 3"),
         ("an error: in the middle", "an error: in the middle"),
+        ("KeyError: 3\nsrun: error: n2: task 0: Exited with exit code 1\n", "KeyError: 3"),
+        ("error: full\n  what to do: wait\nsrun: error: n2: task 0: Killed\n", "full\n  what to do: wait"),
+        ("srun: error: n2: task 0: Killed\n", "srun: error: n2: task 0: Killed"),
     ],
 )
 def test_last_error(tail: str, said: str) -> None:

@@ -20,7 +20,17 @@ from pathlib import Path
 import pytest
 from builders import AT, grow, make_run, past_incarnation
 
-from milesbatch.records import BatchRecord, CheckpointManifest, GroupRef, IncarnationRecord, RunRecord, Seal, Value
+from milesbatch.records import (
+    BatchRecord,
+    CheckpointManifest,
+    GroupRef,
+    Hold,
+    IncarnationRecord,
+    Retirement,
+    RunRecord,
+    Seal,
+    Value,
+)
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 
@@ -112,6 +122,21 @@ def test_snippets_find_damage(run: Path, tmp_path: Path) -> None:
                 exec(text, names)
 
 
+def test_snippets_know_of_retired_weights(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    layout = RunLayout(Path(shutil.copytree(run, tmp_path / "run")))
+    for version in range(3):
+        record = Retirement(version=version, incarnation=1, base=3, needed=3, checkpoint=5, staleness=1, created_at=AT)
+        layout.weights_retirement(version).write_bytes(record.to_bytes())
+        for path in layout.weights_version(version).glob("*.safetensors"):
+            path.unlink()
+    names: dict[str, object] = {"RUN": layout.root}
+    for kind, _, text, _ in blocks(DOCS / "format.md"):
+        if kind == "run":
+            exec(text, names)
+
+
 @pytest.mark.parametrize("name", WRITTEN_HERE)
 def test_every_python_block_is_run(name: str) -> None:
     unmarked = [line for kind, _, _, line in blocks(DOCS / name) if kind == "python"]
@@ -151,7 +176,9 @@ def test_links_between_pages_resolve(name: str) -> None:
 # -- nothing on disk is left out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [RunRecord, IncarnationRecord, Seal, BatchRecord, GroupRef, CheckpointManifest])
+@pytest.mark.parametrize(
+    "kind", [RunRecord, IncarnationRecord, Seal, BatchRecord, GroupRef, CheckpointManifest, Retirement, Hold]
+)
 def test_format_page_names_every_field(kind: type[Value]) -> None:
     text = (DOCS / "format.md").read_text()
     assert not [field for field in kind.model_fields if f"`{field}`" not in text]

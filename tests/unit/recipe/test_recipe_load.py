@@ -196,7 +196,7 @@ def test_a_schedule_cannot_rise(tmp_path: Path) -> None:
         (BASE + "rollout:\n  workers: 1\n  workers: 2\n", "line 7: the key `rollout.workers` appears twice"),
         ("name: a\n---\nname: b\n", "expected a single document"),
         ("name: !python/object:os.system x\n", "recipe.yaml, line 1"),
-        ("name: !!binary aGk=\n", "has a YAML type that recipes lack"),
+        ("name: !!binary aGk=\n", "has a YAML type that is not used here"),
         ("seed: !!int x\n", "line 1: 'x' is not readable"),
         ("1: a\n", "the key '1' is not text"),
         ("? [a]\n: b\n", "is not text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,40 @@ def test_old_ones_go_after_the_new_one(layout: RunLayout) -> None:
         take(checkpointer, step)
     assert committed_checkpoints(layout) == [6, 8]
     assert sorted(path.name for path in layout.checkpoints.iterdir()) == ["000006", "000008"]
+
+
+def test_every_mth_is_kept_for_ever(layout: RunLayout) -> None:
+    checkpointer = Checkpointer(layout, Fence(layout, 1), FileSaver(), 0, 2, 2, IMPATIENT, keep_every=4)
+    for step in (2, 4, 6, 8, 10, 11, 12, 14):
+        take(checkpointer, step)
+    assert committed_checkpoints(layout) == [4, 8, 12, 14]
+    checkpointer.close()
+
+
+class LazySaver(FileSaver):
+    """Puts everything off until it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actions: list[Callable[[], None]] = []
+
+    def later(self, action: Callable[[], None]) -> None:
+        self.actions.append(action)
+
+    def wait(self) -> None:
+        super().wait()
+        actions, self.actions = self.actions, []
+        for action in actions:
+            action()
+
+
+def test_deleting_old_ones_does_not_hold_up_the_trainer(layout: RunLayout) -> None:
+    checkpointer = Checkpointer(layout, Fence(layout, 1), LazySaver(), 0, 2, 1, IMPATIENT)
+    take(checkpointer, 2)
+    take(checkpointer, 4)
+    assert committed_checkpoints(layout) == [2, 4]
+    checkpointer.close()
+    assert committed_checkpoints(layout) == [4]
 
 
 def test_half_a_checkpoint_is_made_again(layout: RunLayout) -> None:

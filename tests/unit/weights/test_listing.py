@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from milesbatch.cli import weights as cli
 from milesbatch.errors import InputError
+from milesbatch.records import Retirement
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.listing import rows, verify
 from milesbatch.weights.publisher import Publisher
+from milesbatch.weights.reader import RetiredError
 
 Make = Callable[[int], dict[str, torch.Tensor]]
 Damage = Callable[[int, str], Path]
@@ -121,7 +123,7 @@ def test_verify_exits_with_1_when_something_is_damaged(
     code, text = run("verify", "run")
     assert code == 0 and "7 policy versions verified" in text
     code, text = run("verify", "run", "--json")
-    assert (code, json.loads(text)) == (0, {"ok": True, "versions": 7, "violations": []})
+    assert (code, json.loads(text)) == (0, {"ok": True, "versions": 7, "retired": 0, "violations": []})
     damage(5, "delta")
     code, text = run("verify", "run", "--json")
     body = json.loads(text)
@@ -146,3 +148,59 @@ def test_help_has_an_example(run: Callable[..., tuple[int, str]]) -> None:
     for command in ("ls", "verify", "materialize"):
         code, text = run(command, "--help")
         assert code == 0 and f"milesbatch weights {command} runs/tiny" in " ".join(text.split())
+
+
+def retire(layout: RunLayout, versions: Iterable[int], base: int = 3) -> None:
+    for version in versions:
+        record = Retirement(
+            version=version, incarnation=1, base=base, needed=base, checkpoint=base + 2, staleness=1, created_at="now"
+        )
+        layout.weights_retirement(version).write_bytes(record.to_bytes())
+        for path in layout.weights_version(version).glob("*.safetensors"):
+            path.unlink()
+
+
+def test_retired_versions_are_listed_as_such(
+    layout: RunLayout, chain: Publisher, run: Callable[..., tuple[int, str]]
+) -> None:
+    retire(layout, range(3))
+    assert [row.retired for row in rows(layout)] == [True] * 3 + [False] * 4
+    assert found(layout) == []
+    listed = json.loads(run("ls", "run", "--json")[1])
+    assert [row["retired"] for row in listed] == [True] * 3 + [False] * 4
+    text = run("ls", "run")[1]
+    assert "4 of them kept" in text and text.count("(retired)") == 3
+    assert json.loads(run("verify", "run", "--json")[1]) == {"ok": True, "versions": 4, "retired": 3, "violations": []}
+    assert "4 policy versions verified" in run("verify", "run")[1]
+
+
+def test_a_retirement_that_was_killed_midway_is_no_damage(layout: RunLayout, chain: Publisher) -> None:
+    """Versions 1 and 2 cannot be rebuilt without version 0, and nothing needs them."""
+    retire(layout, [0])
+    assert found(layout) == []
+
+
+def test_damage_around_retired_versions_is_still_found(layout: RunLayout, chain: Publisher, damage: Damage) -> None:
+    retire(layout, range(3))
+    damage(4, "delta")
+    assert found(layout) == [("file", manifest_path(4)), ("chain", manifest_path(5))]
+    path = layout.weights_retirement(1)
+    path.write_bytes(path.read_bytes().replace(b"now", b"new"))
+    assert ("retirement", "weights/000001/retired.json") in found(layout)
+
+
+def test_missing_files_without_a_retirement_are_damage(layout: RunLayout, chain: Publisher) -> None:
+    retire(layout, range(3))
+    layout.weights_retirement(2).unlink()
+    assert ("file", manifest_path(2)) in found(layout)
+
+
+def test_a_retired_version_cannot_be_materialized(
+    layout: RunLayout, chain: Publisher, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    (layout.model).mkdir(exist_ok=True)
+    retire(layout, range(3))
+    with pytest.raises(RetiredError, match="version 2 was retired"):
+        run("materialize", "run", "--version", "2", "-o", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    assert list(layout.holds.iterdir()) == []

@@ -1,0 +1,143 @@
+"""A run's status as rows for a terminal: all of it, or as much as fits. Pure: from the status document to text.
+
+Invariant: what is left out for want of room is counted, so that a short screen never looks like a healthy run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+_COLOURS = {"failed": "bold red", "unknown": "bold yellow", "stopped": "yellow", "queued": "cyan", "finished": "green"}
+_LABEL_WIDTH = 15
+Row = tuple[str, str]
+
+
+def screen(body: dict[str, Any], *, width: int | None = None, height: int | None = None) -> Table:
+    """The status as a table; with ``height`` at most so many lines, each cut at ``width``."""
+    fits = height is not None
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, width=_LABEL_WIDTH if fits else None)
+    table.add_column(no_wrap=fits, overflow="ellipsis" if fits else "fold")
+    if fits and width is not None:
+        table.width = width
+    for label, text in rows(body, height):
+        style = _COLOURS.get(body["state"], "") if label == "state" else ""
+        table.add_row(Text(label), Text(text, style=style))
+    return table
+
+
+def rows(body: dict[str, Any], most: int | None = None) -> list[Row]:
+    """Label and text of each line, at most ``most`` of them."""
+    head, lists = _head(body), _lists(body)
+    if most is None:
+        return [*head, *(row for _, found in lists for row in found)]
+    room = max(most - len(head), len(lists))
+    shown: list[Row] = []
+    for place, (is_newest_last, found) in enumerate(lists):
+        allowed = max(1, room // (len(lists) - place))
+        kept = found if len(found) <= allowed else _cut(found, allowed, is_newest_last)
+        room -= len(kept)
+        shown += kept
+    return [*head, *shown][:most]
+
+
+def _cut(found: Sequence[Row], allowed: int, is_newest_last: bool) -> list[Row]:
+    """``allowed`` of the rows, one of which says how many are left out."""
+    left_out = len(found) - allowed + 1
+    label = found[0][0]
+    if is_newest_last:
+        return [(label, f"({left_out} earlier ones)"), *found[left_out:]]
+    return [*found[: allowed - 1], (label, f"({left_out} more)")]
+
+
+def _head(body: dict[str, Any]) -> list[Row]:
+    version = f"{body['policy_version']}  {body['weights_digest'] or ''}"
+    found = [
+        ("run", str(body["run_id"] or "(not begun)")),
+        ("state", body["state"] + (f": {body['note']}" if body["note"] else "")),
+        *_cause(body),
+        ("step", f"{body['step']} of {body['steps']}"),
+        ("policy version", version if body["policy_version"] >= 0 else "none yet"),
+        ("last checkpoint", f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"),
+        ("if it died now", f"nothing is lost; {body['would_be_replayed']} steps would be replayed"),
+    ]
+    if body["reward_mean"] is not None:
+        lag = body["lag"]
+        found.append(("reward", f"{body['reward_mean']:.3f}"))
+        found.append(("lag", f"mean {lag['mean']:.2f}, max {lag['max']:.0f} versions"))
+    found.append(("incarnation", f"{body['incarnation']} (jobs: {', '.join(body['job_ids']) or 'none'})"))
+    if body["slurm"] not in (None, "answers"):
+        found.append(("slurm", f"{body['slurm']}; this is from files alone"))
+    if body["waiting_for"]:
+        speed = f"  ({body['tokens_per_s']:.0f} tokens/s)" if body["tokens_per_s"] else ""
+        found.append(("waits for", body["waiting_for"] + speed))
+    return found
+
+
+def _cause(body: dict[str, Any]) -> list[Row]:
+    if not body["cause"]:
+        return []
+    failure = body["failure"] or {}
+    found = [("cause", line) for line in str(body["cause"]).splitlines()[:4]]
+    if failure:
+        status = "" if failure["exit_code"] is None else f", exit status {failure['exit_code']}"
+        where = f" on {failure['host']}" if failure["host"] else ""
+        log = f"; see {failure['log']}" if failure["log"] else ""
+        reason = "" if failure["reason"] in str(body["cause"]) else f": {failure['reason']}"
+        found.append(("  who", f"{failure['name']}{where}{status}{reason}{log}"))
+        found += [("  it said", line) for line in failure["lines"] if line not in str(body["cause"])]
+    return found
+
+
+def _lists(body: dict[str, Any]) -> list[tuple[bool, list[Row]]]:
+    """Groups of rows of one kind, and whether the last ones matter most."""
+    found = [
+        (False, [("  job", job_in_words(job)) for job in body["jobs"]]),
+        (
+            True,
+            [("  restart", f"incarnation {r['incarnation']}, {r['at'][:19]}Z: {r['cause']}") for r in body["restarts"]],
+        ),
+        (True, [("  died", _end_in_words(end)) for end in body["process_ends"]]),
+        (
+            True,
+            [
+                ("  excluded", f"{node['node']}, {node['at'][:19]}Z: {node['reason']}")
+                for node in body["excluded_nodes"]
+            ],
+        ),
+        (False, [(f"  {worker['name']}", _worker_in_words(worker)) for worker in body["workers"]]),
+    ]
+    return [(is_newest_last, group) for is_newest_last, group in found if group]
+
+
+def job_in_words(job: dict[str, Any]) -> str:
+    """One job of the queue."""
+    text = f"{job['job_id']} ({job['role']}) {job['state']}"
+    if job["nodes"]:
+        text += f" on {job['nodes']}"
+    if job["state"] == "pending":
+        text += f" ({job['reason']})" + (f", expected to start {job['starts_at']}" if job["starts_at"] else "")
+    elif job["time_left_s"] is not None:
+        text += f", {duration(job['time_left_s'])} left"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _end_in_words(end: dict[str, Any]) -> str:
+    where = f" on {end['host']}" if end["host"] else ""
+    said = f"; it said: {str(end['said']).splitlines()[0]}" if end["said"] else ""
+    return f"{end['at'][:19]}Z {end['name']}{where}: {end['reason']}{said}"
+
+
+def _worker_in_words(worker: dict[str, Any]) -> str:
+    where = f" on {worker['host']}" if worker.get("host") else ""
+    return f"{worker['state']}, version {worker['policy_version']}, {worker['samples_in_flight']} in flight{where}"

@@ -1,0 +1,67 @@
+"""A model and an unbroken run that are made once, and that every test process of a session may use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+
+from broken_runs import STOPPED_AT, check_clear, fired, made_once, plan
+from command import QUICK, milesbatch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real processes on a machine of unknown load: a time limit only ends what hangs."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all test processes of this session see."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "faults"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def cache(shared: Path) -> Path:
+    return shared / "cache"
+
+
+@pytest.fixture(scope="session")
+def unbroken(shared: Path, cache: Path) -> Path:
+    """The run that a broken one must equal in the end: the same recipe, undisturbed."""
+
+    def make(directory: Path) -> None:
+        ended = milesbatch("run", QUICK, "--run-dir", directory / "run", cache=cache)
+        assert ended.code == 0, ended.err
+
+    return made_once(shared / "unbroken", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def stopped(shared: Path, cache: Path) -> Path:
+    """A run that lost its trainer in step 6: checkpoints 2 and 4, versions 0 to 5, and files of step 7 that wait."""
+
+    def make(directory: Path) -> None:
+        point = {"role": "trainer-0", "action": "delay", "seconds": 2}
+        faults = plan(
+            directory / "plan.yaml",
+            {**point, "point": "trainer.published", "nth": STOPPED_AT - 1},  # checkpoint 4 is written meanwhile
+            {**point, "point": "trainer.recorded", "nth": STOPPED_AT},  # the files of step 7 are
+            {"role": "trainer-0", "point": "trainer.recorded", "nth": STOPPED_AT, "action": "kill"},
+        )
+        settings = ("--set", "checkpoint.every=2", "--set", "slurm.max_restarts_without_progress=0")
+        ended = milesbatch("run", QUICK, "--run-dir", directory / "run", *settings, cache=cache, faults=faults)
+        check_clear(ended, 1, "trainer-0 died", "SIGKILL")
+        assert len(fired(directory / "run")) == 3
+
+    return made_once(shared / "stopped", make) / "run"

@@ -1,0 +1,108 @@
+"""No space left, in real runs: told, waited out by the same processes, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from broken_runs import check_clear, check_sound, copied, fired, plan
+from command import QUICK, Command, check_equal, events, milesbatch, status, wait_until
+from disks import fill, small_disk
+
+FULL = "no space or quota left for"
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_out(tmp_path: Path, unbroken: Path, cache: Path) -> None:
+    """Once while the workers write trajectories, once while the trainer is at work; logs cannot be written either."""
+    hold = {"point": "rollout.generated", "action": "delay", "seconds": 3}
+    faults = plan(tmp_path / "plan.yaml", {**hold, "role": "rollout-0"}, {**hold, "role": "rollout-1"})
+    with small_disk(tmp_path / "disk", "64m") as place:
+        run = place / "run"
+        said = tmp_path / "stderr.txt"
+        with open(said, "w") as stream:
+            command = Command("run", QUICK, "--run-dir", run, cache=cache, faults=faults, stderr=stream)
+        wait_until((run / "weights" / "000000" / "manifest.json").exists, "version 0 is published")
+        ballast = fill(place)
+        before = command.children()
+        told(said, f"rollout-0: {FULL} {run / 'trajectories'}", f"rollout-1: {FULL} {run / 'trajectories'}")
+        assert FULL in status(run, cache)["waiting_for"]
+        assert not list((run / "trajectories").glob("*.arrow"))
+        ballast.unlink()
+        wait_until((run / "batches" / "000003.json").exists, "step 3 is recorded")
+        ballast = fill(place)
+        told(said, f"trainer-0: {FULL} {run}")
+        ballast.unlink()
+        ended = command.wait()
+        err = said.read_text()
+        assert ended.code == 0, err
+        assert " died " not in err
+        assert len(before) == 4
+        started = [event["pid"] for event in events(run, "controller-0", "process_started")]
+        assert sorted(started) == sorted(before), "no process may have been replaced"
+        assert "goes on: there is space again" in err
+        assert len(fired(run)) == 2
+        check_equal(run, unbroken)
+        check_sound(run, cache)
+
+
+def told(said: Path, *texts: str) -> None:
+    for text in texts:
+        wait_until(lambda text=text: text in said.read_text(), f"the terminal says: {text}", 60)  # type: ignore[misc]
+
+
+# The writers of the trainer come one after the other in a step; each fault hits the first operation of its kind that is left.
+POINTS = {
+    "trainer-0": (
+        "make_directory:weights",
+        "create:weights",
+        "write:weights",
+        "sync_file:weights",
+        "link:weights",
+        "create:batches",
+        "write:batches",
+        "sync_file:batches",
+        "link:batches",
+        "make_directory:checkpoints",
+        "create:checkpoints",
+        "write:checkpoints",
+        "sync_file:checkpoints",
+        "link:checkpoints",
+    ),
+    "rollout-1": ("create:trajectories", "write:trajectories", "sync_file:trajectories", "link:trajectories"),
+}
+
+
+def test_a_writer_that_finds_no_space_at_any_point_tries_again(tmp_path: Path, unbroken: Path, cache: Path) -> None:
+    """One target of many is full: writes fail although the filesystem shows free space. Every named point, in one run."""
+    faults = [
+        {"role": role, "point": point, "nth": 1 + number % 3, "action": "enospc"}
+        for role, points in POINTS.items()
+        for number, point in enumerate(points)
+    ]
+    late = {"role": "controller", "point": "create:incarnations", "nth": 3, "action": "enospc"}  # a hint
+    written = plan(tmp_path / "plan.yaml", *faults, late)
+    run = tmp_path / "run"
+    ended = milesbatch("run", QUICK, "--run-dir", run, cache=cache, faults=written)
+    assert ended.code == 0, ended.err
+    assert len(fired(run)) == len(faults) + 1, "every fault must have happened"
+    assert " died " not in ended.err
+    free = os.statvfs(run)
+    assert free.f_bavail * free.f_frsize > 64 << 20
+    for process, points in POINTS.items():
+        assert len(events(run, process, "waiting_for_space")) >= len(points)
+    check_equal(run, unbroken)
+    check_sound(run, cache)
+
+
+@pytest.mark.parametrize("point", ["create:incarnations", "link:incarnations"])
+def test_a_take_over_that_finds_no_space_stops_and_is_given_again(
+    tmp_path: Path, unbroken: Path, cache: Path, point: str
+) -> None:
+    faults = plan(tmp_path / "plan.yaml", {"role": "controller", "point": point, "action": "enospc"})
+    run = copied(unbroken, tmp_path / "run")
+    command = ("run", QUICK, "--run-dir", run, "--set", "steps=9")
+    check_clear(milesbatch(*command, cache=cache, faults=faults), 1, FULL, str(run / "incarnations" / "000002.json"))
+    assert len(fired(run)) == 1
+    assert [path.name for path in (run / "incarnations").glob("*.json")] == ["000001.json"]
+    check_sound(run, cache)

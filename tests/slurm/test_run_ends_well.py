@@ -1,0 +1,96 @@
+"""A run on a real Slurm, undisturbed and through the ends of its jobs: same digests and fates as an unbroken local run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from command import wait_until
+from slurm_run import SHAPES, STEPS, SlurmRun
+
+NewRun = Callable[[], SlurmRun]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_submit_to_the_end(new_run: NewRun, unbroken: object, shape: str) -> None:
+    run = new_run()
+    run.submit(f"slurm.shape={shape}")
+    queued = json.loads(run.milesbatch("status", run.directory, "--json").out)
+    assert queued["state"] in ("queued", "running")
+    second = run.milesbatch("submit", "quick", "--site", "devcluster", "--run-dir", run.directory)
+    assert second.code != 0
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1
+    assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "finished"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requeued_by_hand(new_run: NewRun, unbroken: object, shape: str) -> None:
+    run = new_run()
+    run.submit(f"slurm.shape={shape}")
+    run.wait_steps(6)
+    leader = run.job_ids()[0]
+    run.cluster.run(["scontrol", "requeue", str(leader)])
+    run.finish(unbroken)
+    assert [record["job_id"] for record in run.incarnations()] == [str(leader)] * 2
+    assert [record["restart_count"] for record in run.incarnations()] == [0, 1]
+
+
+def test_time_limits_are_passed_by_a_chain_of_starts(new_run: NewRun, unbroken: object) -> None:
+    """Each start saves before Slurm ends it, so that nothing is replayed."""
+    run = new_run()
+    run.submit("slurm.time_limit_minutes=1", f"steps={STEPS * 10}", "checkpoint.every=50")
+    run.wait(lambda: len(run.incarnations()) >= 3, "two continuations", 400.0)
+    run.wait_new_steps()
+    ended = run.milesbatch("cancel", run.directory)
+    assert ended.code == 0, ended.err
+    audit = json.loads(run.milesbatch("audit", run.directory, "--json").out)
+    assert audit["ok"]
+    assert audit["work_repeated"]["steps_replayed"] == 0, audit
+    run.check_no_process_is_left()
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["now", "clean"])
+def test_cancel_ends_everything_and_resume_goes_on(new_run: NewRun, unbroken: object, now: bool) -> None:
+    run = new_run()
+    run.submit("slurm.shape=separate")
+    run.wait_steps(6)
+    ended = run.milesbatch("cancel", run.directory, *(["--now"] if now else []))
+    assert ended.code == 0, ended.err
+    wait_until(lambda: not run.job_ids(), "no job is left", 30.0)
+    run.check_no_process_is_left()
+    assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "stopped"
+    resumed = run.milesbatch("resume", run.directory)
+    assert resumed.code == 0, resumed.err
+    run.finish(unbroken)
+
+
+def test_scancel_of_a_person_is_not_undone(new_run: NewRun) -> None:
+    run = new_run()
+    run.submit()
+    run.wait_steps(4)
+    run.cluster.run(["scancel", str(run.job_ids()[0])])
+    wait_until(lambda: not run.job_ids(), "no job is left", 60.0)
+    run.check_no_process_is_left()
+    assert len(run.incarnations()) == 1
+
+
+def test_wrong_input_ends_the_job_at_once_and_for_good(new_run: NewRun) -> None:
+    """Found only on the compute node: the job says what is wrong, gives its nodes back, and is not queued again."""
+    run = new_run()
+    run.submit("environment.reward=no_such_module:reward")
+    wait_until(lambda: not run.job_ids(), "the job ends", 90.0)
+    assert "no_such_module" in run.log()
+    assert not run.incarnations()
+
+
+def test_a_run_that_makes_no_progress_stops(new_run: NewRun) -> None:
+    """Workers die before the first step: the run stops after its tries, gives its nodes back, and says why."""
+    run = new_run()
+    run.submit("slurm.max_restarts_without_progress=1")
+    run.strike("rollout-0")
+    run.strike("rollout-1")
+    run.wait(lambda: not run.job_ids(), "the job ends", 120.0)
+    assert "without a new train step" in run.log()
+    run.check_no_process_is_left()

@@ -1,0 +1,138 @@
+"""Things that break on a real Slurm, in the middle of a run: it ends as the unbroken one did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from command import events, wait_until
+from conftest import SETTINGS
+from slurm_run import SHAPES, SlurmRun, is_worker
+
+NewRun = Callable[[], SlurmRun]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_killed_processes_are_replaced_inside_the_job(new_run: NewRun, unbroken: object, shape: str) -> None:
+    run = new_run()
+    run.submit(f"slurm.shape={shape}")
+    run.wait_steps(4)
+    run.strike(is_worker)
+    run.wait_new_steps()
+    run.strike("trainer-1")
+    run.wait_new_steps()
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1, run.log()
+
+
+def test_a_stopped_worker_is_replaced_and_its_revival_changes_nothing(new_run: NewRun, unbroken: object) -> None:
+    """SIGSTOP, a replacement, SIGCONT: the zombie is refused and ends."""
+    run = new_run()
+    run.submit()
+    run.wait_steps(3)
+    zombie = run.strike("rollout-0", signal.SIGSTOP)
+    wait_until(
+        lambda: any(e["name"] == "rollout-0" for e in events(run.directory, "controller-0", "process_ended")), "noticed"
+    )
+    run.wait_new_steps()
+    with contextlib.suppress(ProcessLookupError):  # Slurm may have ended it already
+        os.kill(zombie, signal.SIGCONT)
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1, run.log()
+
+
+def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: object) -> None:
+    run = new_run()
+    run.submit()
+    run.wait_steps(6)
+    leader = run.job_ids()[0]
+    run.strike("controller")
+    wait_until(lambda: not run.job_ids() or len(run.incarnations()) > 1, "Slurm notices", 60.0)
+    if not run.job_ids():  # the batch script was killed: for Slurm that is a failed job
+        assert run.milesbatch("resume", run.directory).code == 0
+    run.finish(unbroken)
+    assert str(leader) == run.incarnations()[0]["job_id"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_a_lost_node(new_run: NewRun, unbroken: object, shape: str, role: str) -> None:
+    run = new_run()
+    run.submit(f"slurm.shape={shape}")
+    run.wait_steps(5)
+    node = run.node_of(role)
+    if node == run.node_of("trainer" if role == "rollout" else "rollout"):
+        pytest.fail("both groups on one node: the cluster is too small for this test")
+    before = len(run.incarnations())
+    run.cluster.kill_node(node)
+    run.finish(unbroken)
+    if shape == "separate" and role == "rollout":
+        assert len(run.incarnations()) == before, "the trainer goes on while rollout is replaced"
+
+
+def test_a_lost_node_that_slurm_notices_late(slow_run: SlurmRun, unbroken: object) -> None:
+    """The fast path: heartbeats end long before Slurm gives the node up; another job goes on without it."""
+    run = slow_run
+    run.submit()
+    run.wait_steps(5)
+    first, node = run.job_ids()[0], run.node_of("rollout")
+    run.cluster.kill_node(node)
+    run.finish(unbroken)
+    assert run.incarnations()[0]["job_id"] == str(first)
+    assert run.incarnations()[-1]["job_id"] != str(first)
+    assert node in run.incarnations()[-1]["cause"]
+
+
+@pytest.mark.parametrize("notice", [True, False], ids=["told", "not-told"])
+def test_preemption(new_run: NewRun, unbroken: object, notice: bool) -> None:
+    """The rollout nodes are wanted by others: in one heterogeneous job that takes the whole job."""
+    run = new_run(replace(SETTINGS, send_user_signal=notice, grace_s=20))
+    run.submit("slurm.trainer.partition=rollout")
+    run.wait_steps(5)
+    run.cluster.run(["sbatch", "-p", "high", "-N", "8", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5"])
+    run.finish(unbroken)
+    assert len(run.incarnations()) >= 2
+
+
+def test_preempted_rollout_jobs_come_back_while_the_trainer_goes_on(new_run: NewRun, unbroken: object) -> None:
+    run = new_run()
+    run.submit("slurm.shape=separate")
+    run.wait_steps(5)
+    run.cluster.run(
+        ["sbatch", "-p", "high", "-N", "7", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 4"]
+    )  # the trainer's node cannot be preempted
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1
+
+
+def test_slurmctld_restarts(new_run: NewRun, unbroken: object) -> None:
+    run = new_run()
+    run.submit()
+    run.wait_steps(4)
+    run.cluster.kill_controller()
+    run.wait_new_steps(2)
+    run.cluster.start_controller()
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1, run.log()
+
+
+def test_workers_join_and_leave(new_run: NewRun, unbroken: object) -> None:
+    run = new_run()
+    run.submit()
+    run.wait_steps(3)
+    more = run.milesbatch("scale", run.directory, "--rollout", "4")
+    assert more.code == 0, more.err
+    joined = lambda: [n for n in run.processes().values() if is_worker(n) and int(n.split("-")[1]) >= 1000]  # noqa: E731
+    wait_until(lambda: len(joined()) == 2, "two workers join")
+    run.wait_new_steps(3)
+    fewer = run.milesbatch("scale", run.directory, "--rollout", "2")
+    assert fewer.code == 0, fewer.err
+    run.finish(unbroken)
+    workers = {path.name.split(".")[2] for path in (run.directory / "trajectories").glob("*.arrow")}
+    assert any(int(worker.split("-")[1]) >= 1000 for worker in workers), workers
+    assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "finished"

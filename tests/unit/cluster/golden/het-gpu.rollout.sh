@@ -1,0 +1,16 @@
+#!/bin/bash
+#SBATCH --job-name=milesbatch-tiny-rollout
+#SBATCH --time=60
+#SBATCH --chdir=/home/me/project
+#SBATCH --output=/scratch/me/runs/tiny/logs/slurm-rollout-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --comment=mark:rollout
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=12
+#SBATCH --gres=gpu:2
+#SBATCH --mem=64G
+
+exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=milesbatch-tiny
+#SBATCH --time=60
+#SBATCH --chdir=/home/me/project
+#SBATCH --output=/scratch/me/runs/tiny/logs/slurm-run-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --comment=mark:run
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=2
+#SBATCH --gres=gpu:4
+#SBATCH --mem=200G
+#SBATCH --exclusive
+#SBATCH hetjob
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=12
+#SBATCH --gres=gpu:2
+#SBATCH --mem=64G
+
+exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -1,0 +1,18 @@
+#!/bin/bash
+#SBATCH --job-name=milesbatch-tiny
+#SBATCH --time=2879
+#SBATCH --chdir=/home/me/project
+#SBATCH --output=/scratch/me/runs/tiny/logs/slurm-run-%j.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=B:USR1@600
+#SBATCH --comment=mark:run
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=2
+#SBATCH hetjob
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=1
+
+exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'
