@@ -8,7 +8,7 @@ RECIPE ?= recipes/tiny.yaml
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long crash drill soak check format docs bench clean
+.PHONY: help setup run test test-long crash drill soak check format docs bench clean cluster-up cluster-down cluster-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,19 +42,29 @@ drill: setup ## break recipes/tiny.yaml on purpose (RECIPE=... for another) and 
 soak: setup ## hundreds of steps with random faults for 20 minutes, compared with an unbroken run
 	$(BIN)/python tools/soak.py --minutes 20
 
+cluster-up: ## start a real Slurm of eight nodes on this machine (root: installs it when missing)
+	@$(PYTHON) slurm/devcluster up
+
+cluster-down: ## end it, with all its jobs
+	@$(PYTHON) slurm/devcluster down
+
+cluster-env: ## print the exports that point Slurm's commands at it, for eval
+	@$(PYTHON) slurm/devcluster env
+
 check: setup ## format, lint, types, generated docs
-	$(BIN)/ruff format --check milesbatch tests benchmarks tools
-	$(BIN)/ruff check milesbatch tests benchmarks tools
+	$(BIN)/ruff format --check milesbatch tests benchmarks tools slurm
+	$(BIN)/ruff check milesbatch tests benchmarks tools slurm
 	$(BIN)/mypy
-	$(BIN)/python -m milesbatch.recipe.document --check docs/recipe.md
+	MYPYPATH=slurm $(BIN)/mypy -p devcluster
+	$(BIN)/python -m milesbatch.recipe.document --check docs/recipe.md docs/sites.md
 
 format: setup ## rewrite code and generated docs in their one form
-	$(BIN)/ruff format milesbatch tests benchmarks tools
-	$(BIN)/ruff check --fix milesbatch tests benchmarks tools
-	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md
+	$(BIN)/ruff format milesbatch tests benchmarks tools slurm
+	$(BIN)/ruff check --fix milesbatch tests benchmarks tools slurm
+	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md docs/sites.md
 
-docs: setup ## generate docs/recipe.md
-	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md
+docs: setup ## generate docs/recipe.md and docs/sites.md
+	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md docs/sites.md
 
 bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the same run
 	$(BIN)/python benchmarks/embedded_engine.py

@@ -26,15 +26,18 @@ def looks_after(layout: RunLayout, wait_s: float) -> tuple[float, ...]:
 
 
 def examine_patiently(
-    layout: RunLayout, waits_s: Sequence[float], tell: Callable[[str], None]
+    layout: RunLayout, waits_s: Sequence[float], tell: Callable[[str], None], *, before_repair: bool = False
 ) -> tuple[Verdict, Findings]:
-    """:func:`milesbatch.audit.prove.examine`, repeated while there are violations after each of ``waits_s`` seconds."""
+    """:func:`milesbatch.audit.prove.examine`, repeated after each of ``waits_s`` seconds while there are violations, or,
+    with ``before_repair``, anything that a repair would move."""
     for wait_s in waits_s:
         verdict, findings = examine(layout)
-        if verdict.ok:
+        found = [f"{violation.path}: {violation.detail}" for violation in verdict.violations]
+        if before_repair:
+            found += [f"{findings.relative(path)}: {detail}" for path, detail in findings.movable.items()]
+        if not found:
             return verdict, findings
-        first = verdict.violations[0]
-        tell(f"{first.path}: {first.detail}; files of other hosts may show late: looking again in {wait_s:g} s")
+        tell(f"{found[0]}; files of other hosts may show late: looking again in {wait_s:g} s")
         for directory in (layout.root, *layout.directories()):
             refresh(directory)
         time.sleep(wait_s)

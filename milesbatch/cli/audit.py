@@ -42,7 +42,7 @@ def audit(
     layout = find_run(run)
     if repair:
         refuse_living(layout)
-    verdict, findings = examine_patiently(layout, looks_after(layout, wait_s), _tell)
+    verdict, findings = examine_patiently(layout, looks_after(layout, wait_s), _tell, before_repair=repair)
     repaired = repair_run(layout, findings) if repair else None
     if as_json:
         body = verdict.to_json()

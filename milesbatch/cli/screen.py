@@ -20,7 +20,7 @@ def screen(body: dict[str, Any], *, width: int | None = None, height: int | None
     """The status as a table; with ``height`` at most so many lines, each cut at ``width``."""
     fits = height is not None
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, width=_LABEL_WIDTH if fits else None)
+    table.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(no_wrap=fits, overflow="ellipsis" if fits else "fold")
     if fits and width is not None:
         table.width = width
@@ -47,11 +47,13 @@ def rows(body: dict[str, Any], most: int | None = None) -> list[Row]:
 
 def _cut(found: Sequence[Row], allowed: int, is_newest_last: bool) -> list[Row]:
     """``allowed`` of the rows, one of which says how many are left out."""
-    left_out = len(found) - allowed + 1
-    label = found[0][0]
+    left_out = len(found) - max(allowed - 1, 1)
+    if allowed == 1:
+        label, text = found[-1 if is_newest_last else 0]
+        return [(label, f"(and {left_out} more) {text}")]
     if is_newest_last:
-        return [(label, f"({left_out} earlier ones)"), *found[left_out:]]
-    return [*found[: allowed - 1], (label, f"({left_out} more)")]
+        return [(found[0][0], f"({left_out} earlier ones)"), *found[left_out:]]
+    return [*found[: allowed - 1], ("", f"({left_out} more)")]
 
 
 def _head(body: dict[str, Any]) -> list[Row]:
@@ -67,8 +69,9 @@ def _head(body: dict[str, Any]) -> list[Row]:
     ]
     if body["reward_mean"] is not None:
         lag = body["lag"]
-        found.append(("reward", f"{body['reward_mean']:.3f}"))
-        found.append(("lag", f"mean {lag['mean']:.2f}, max {lag['max']:.0f} versions"))
+        found.append(
+            ("reward", f"{body['reward_mean']:.3f}, lag mean {lag['mean']:.2f}, max {lag['max']:.0f} versions")
+        )
     found.append(("incarnation", f"{body['incarnation']} (jobs: {', '.join(body['job_ids']) or 'none'})"))
     if body["slurm"] not in (None, "answers"):
         found.append(("slurm", f"{body['slurm']}; this is from files alone"))
@@ -140,4 +143,5 @@ def _end_in_words(end: dict[str, Any]) -> str:
 
 def _worker_in_words(worker: dict[str, Any]) -> str:
     where = f" on {worker['host']}" if worker.get("host") else ""
-    return f"{worker['state']}, version {worker['policy_version']}, {worker['samples_in_flight']} in flight{where}"
+    version = f"version {worker['policy_version']}" if worker["policy_version"] >= 0 else "no version yet"
+    return f"{worker['state']}, {version}, {worker['samples_in_flight']} in flight{where}"

@@ -74,6 +74,8 @@ class Hub:
         """Published versions that a worker could not rebuild, and what it found, until they are published again."""
         self.peers: dict[str, Peer] = {}
         self._attempts: dict[str, int] = {}
+        self._unheard: set[str] = set()
+        """Processes that were started and have sent no heartbeat yet."""
         self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
         self.throughput = Throughput()
         self.save_s = 0.0
@@ -105,6 +107,7 @@ class Hub:
     def started(self, name: str, attempt: int) -> None:
         """From now on only this start of ``name`` is heard; one that was given up may still run on a node that is lost."""
         self._attempts[name] = attempt
+        self._unheard.add(name)
 
     def is_current(self, process: str) -> bool:
         """May ``NAME.ATTEMPT`` speak? Processes that this controller did not start (workers that joined) may."""
@@ -119,11 +122,13 @@ class Hub:
         waits = beat.state in ("waiting", "starting")
         active_at_s = now_s if peer is None or moved or waits else peer.active_at_s
         self.peers[beat.name] = Peer(beat, now_s, active_at_s)
+        self._unheard.discard(beat.name)
         return wire.HeartbeatAnswer(stop=self.is_stopping, published=self.published)
 
     def forget(self, name: str) -> list[int]:
         """A process is gone: its leases are handed out again; returns the blocks."""
         self.peers.pop(name, None)
+        self._unheard.discard(name)
         blocks = self._leases.end_worker(name)
         self._regeneration.end_worker(name)
         self._wake()
@@ -252,12 +257,12 @@ class Hub:
     def oldest_held(self) -> int | None:
         """Smallest policy version that a live worker holds or goes on from; None while it cannot be known.
 
-        That is while a worker is starting or has not been heard of. One that waits and has no version yet holds none: it
-        will begin with the version that its first lease names.
+        That is while a worker was started and has not been heard of, or has not come to its first lease. One that waits and
+        has no version yet holds none: it will begin with the version that its first lease names.
         """
         beats = [peer.beat for name, peer in self.peers.items() if name.startswith("rollout-")]
         is_starting = any(beat.policy_version < 0 and beat.state != "waiting" for beat in beats)
-        if is_starting or len(beats) < self._recipe.rollout.workers:
+        if is_starting or any(name.startswith("rollout-") for name in self._unheard):
             return None
         return min([self.published, *(beat.policy_version for beat in beats if beat.policy_version >= 0)])
 

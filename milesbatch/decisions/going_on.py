@@ -20,19 +20,25 @@ class Next(Enum):
     """What becomes of the run after this job."""
 
     END = "end"
+    LEAVE = "Slurm starts this job again"
     REQUEUE = "requeue"
     """The same job again."""
     REPLACE = "replace"
     """Another job, without the lost nodes: it need not wait until Slurm has noticed that they are lost."""
 
 
-def what_next(*, cancelled: bool, nodes_lost: bool, may_requeue: bool, own_state: JobState) -> Next:
+def what_next(
+    *, cancelled: bool, nodes_lost: bool, may_requeue: bool, own_state: JobState, is_requeued: bool = False
+) -> Next:
     """Decide after a controller that was stopped (not one that finished or failed).
 
     ``own_state`` is what Slurm says of this very job. While it runs, only this process knows that it should start again.
-    Otherwise Slurm is ending it already: for a preemption or a requeue, which start it again anyway, or for somebody's
-    ``scancel``, which looks the same to the processes and must not be undone.
+    Otherwise Slurm is ending it already: for a preemption or a requeue, which start it again anyway (``is_requeued``: Slurm
+    counts another start of it already), or for somebody's ``scancel``, which looks the same to the processes and must not be
+    undone.
     """
+    if is_requeued and not cancelled:
+        return Next.LEAVE
     if cancelled or not may_requeue or own_state not in (JobState.LIVE, JobState.UNKNOWN):
         return Next.END
     return Next.REPLACE if nodes_lost else Next.REQUEUE

@@ -16,7 +16,7 @@ from milesbatch.cluster.job_plan import JobPlan, Shape, plan_jobs
 from milesbatch.cluster.script import JobBody, Script, rollout_script, run_script
 from milesbatch.cluster.steps import role_command
 from milesbatch.cluster.submission import test_only
-from milesbatch.doctor.verdict import Check, bad, ok, unchecked
+from milesbatch.doctor.verdict import Check, bad, ok, unchecked, warn
 from milesbatch.errors import InputError, SlurmError
 from milesbatch.recipe.models import Recipe
 from milesbatch.recipe.site import Site
@@ -24,6 +24,7 @@ from milesbatch.recipe.site import Site
 _AREA = "slurm"
 _MARK = "milesbatch:doctor"
 _PAIR_MINUTES = 3
+_NO_NODE = ("node configuration is not available", "down, drained or reserved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,15 @@ def _trial(ask: Ask, shape: Shape, directory: Path) -> Check:
     except SlurmError as error:
         if error.may_be_asked_again:
             return unchecked(_AREA, name, f"Slurm does not answer: {error.what}")
+        if any(words in error.what for words in _NO_NODE):
+            meaning = "no node that is up has what is asked for: nodes are down or drained, or the site file asks for too much"
+            return warn(
+                _AREA,
+                name,
+                error.what,
+                meaning,
+                "see `sinfo -R`; or correct constraint, memory and GPUs in the site file",
+            )
         mend = "correct the site file (account, partition, QoS, constraint), or leave the shape out of `shapes`"
         return bad(_AREA, name, error.what, f"a recipe with slurm.shape: {shape} is refused", mend)
     when = "; ".join(text for text in said if text) or "taken"

@@ -149,13 +149,17 @@ def _after(batch: Batch, ending: Ending) -> int:
     if ending.stop is None:
         _end_rollout(batch)
         return 0
+    own_state, is_requeued = _own_state(batch)
     chosen = what_next(
         cancelled=ending.stop.cause is StopCause.CANCELLED,
         nodes_lost=ending.stop.cause is StopCause.NODE_LOST,
         may_requeue=batch.order.recipe.slurm.requeue,
-        own_state=_own_state(batch),
+        own_state=own_state,
+        is_requeued=is_requeued,
     )
     _say(f"stopped: {ending.stop.text}; next: {chosen.value}")
+    if chosen is Next.LEAVE:
+        return EXIT_TEMPFAIL
     if chosen is Next.END:
         _end_rollout(batch)
         return 0 if ending.stop.cause is StopCause.CANCELLED else EXIT_TEMPFAIL
@@ -165,11 +169,13 @@ def _after(batch: Batch, ending: Ending) -> int:
     return EXIT_TEMPFAIL
 
 
-def _own_state(batch: Batch) -> JobState:
+def _own_state(batch: Batch) -> tuple[JobState, bool]:
+    """What Slurm says of this job, and whether it counts another start of it already (it does as soon as it requeues)."""
     try:
-        return slurm.job_state(batch.job.job_id)
+        found = slurm.job(batch.job.job_id)
     except SlurmError:
-        return JobState.UNKNOWN
+        return JobState.UNKNOWN, False
+    return (found[0].state, found[0].restarts > batch.job.restart_count) if found else (JobState.UNKNOWN, False)
 
 
 def _replace(batch: Batch, stop: StopRequest) -> bool:
@@ -223,9 +229,15 @@ def read_batch(arguments: Sequence[str]) -> Batch:
 def main(arguments: Sequence[str]) -> int:
     """Exit status of the batch script; the last line of its log says why."""
     stamp_output()
+    batch = None
     try:
-        return run_batch(read_batch(arguments))
+        batch = read_batch(arguments)
+        return run_batch(batch)
     except MilesbatchError as error:
+        if (
+            batch is not None and error.exit_code != EXIT_TEMPFAIL
+        ):  # else somebody else holds the run, and may need them
+            _end_rollout(batch)
         _say(f"error: {error}")
         return error.exit_code
 

@@ -406,15 +406,6 @@ def verify_files(directory: Path, files: Iterable[FileRef]) -> None:
         verify_file(directory / ref.path, ref)
 
 
-def first_damage(directory: Path, files: Iterable[FileRef]) -> str | None:
-    """What :func:`verify_files` finds first; None when all files are whole."""
-    try:
-        verify_files(directory, files)
-    except CorruptArtefactError as error:
-        return error.what
-    return None
-
-
 def read_verified(path: Path, digest: str) -> bytes:
     """Read a whole file and return it only when its digest is the expected one.
 

@@ -93,13 +93,21 @@ def first_sight(place: Path) -> Sight:
 
 
 def refresh(directory: Path) -> None:
-    """Have this host forget what it remembers of ``directory`` (of its nearest parent that is there).
+    """Have this host forget what it remembers of ``directory``; where that is not seen, of its nearest parent first.
 
     NFS drops its cache of a directory, missing names included, when the host itself changes it and learns that others have
     too. So a temporary file is made and removed. Elsewhere that does nothing; where it is not allowed, neither.
     """
+    hidden: list[Path] = []
     while not directory.is_dir() and directory != directory.parent:
+        hidden.append(directory)
         directory = directory.parent
+    _touch(directory)
+    while hidden and hidden[-1].is_dir():
+        _touch(hidden.pop())
+
+
+def _touch(directory: Path) -> None:
     path = directory / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
     with contextlib.suppress(OSError):
         current().create(path).close()

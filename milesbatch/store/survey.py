@@ -46,6 +46,8 @@ class Survey:
     broken: list[tuple[Path, str]] = field(default_factory=list)
     unseen: list[Path] = field(default_factory=list)
     """What may still appear, and would change what counts."""
+    absent: set[Path] = field(default_factory=set)
+    """What was asked for and not there; it may be by the end of the survey."""
 
     @property
     def fates(self) -> FateTable:
@@ -151,6 +153,7 @@ def _read(kind: type[R], path: Path, found: Survey) -> R | None:
         return None
     data = read_optional(path)
     if data is None:
+        found.absent.add(path)
         return None
     try:
         return kind.from_bytes(data, str(path))
@@ -158,11 +161,6 @@ def _read(kind: type[R], path: Path, found: Survey) -> R | None:
         found.broken.append((path, str(error)))
         found.unseen += [error.unseen] if error.unseen is not None else []
         return None
-
-
-def _is_missing(path: Path, found: Survey) -> bool:
-    """Is it not there, rather than there and not to be used?"""
-    return all(path != broken for broken, _ in found.broken) and read_optional(path) is None
 
 
 def _damage(directory: Path, files: Sequence[FileRef], found: Survey) -> str | None:
@@ -216,7 +214,7 @@ def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Surve
 def _expect_batch(layout: RunLayout, found: Survey) -> None:
     """Something shows that the next batch record was committed."""
     path = layout.batch(len(found.batches) + 1)
-    if path not in found.unseen and _is_missing(path, found):
+    if path not in found.unseen and path in found.absent:
         found.unseen.append(path)
 
 
@@ -254,7 +252,7 @@ def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Surve
         else:
             found.broken.append((path, reason))
     expected = (layout.weights_manifest(version) for version in range(min(promised, last_batch) + 1))
-    found.unseen += [path for path in expected if _is_missing(path, found)][:1]
+    found.unseen += [path for path in expected if path in found.absent][:1]
     retired = _survey_retirements(layout, found)
     _verify_newest_chain(layout, good, retired, found)
     # Of a version that does not count, so that one of the same number can be published again.
@@ -309,7 +307,8 @@ def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int]
     whole_one_found = False
     listed = {step for step, _ in _numbered(layout.checkpoints)}
     # Newer ones than are listed may be there; older ones may have been retired.
-    for step in sorted({*listed, *range(max(listed, default=0) + 1, len(found.batches) + 1)}, reverse=True):
+    newer = range(max(listed, default=0) + 1, len(found.batches) + 1)
+    for step in sorted({*listed, *promised, *newer}, reverse=True):
         directory, path = layout.checkpoint(step), layout.checkpoint_manifest(step)
         manifest = _read(CheckpointManifest, path, found)
         if manifest is None:
@@ -331,7 +330,7 @@ def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int]
             found.broken.append((path, reason))
     found.checkpoints.sort()
     newest = layout.checkpoint_manifest(max(promised, default=0))
-    if max(promised, default=0) > max(found.checkpoints, default=0) and _is_missing(newest, found):
+    if max(promised, default=0) > max(found.checkpoints, default=0) and newest in found.absent:
         found.unseen.append(newest)
 
 

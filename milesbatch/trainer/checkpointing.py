@@ -96,8 +96,8 @@ class Checkpointer:
     def prepare(self, step: int) -> None:
         """Rank 0, before all ranks call :meth:`start`: an empty directory for the shards."""
         shards = self._layout.checkpoint_shards(step, self._fence.incarnation)
-        refresh(shards)  # an earlier attempt, on another host, may have begun
         if shards.exists():
+            refresh(shards)  # an earlier attempt, on another host, may have written more than was seen
             remove_tree(shards)
         make_directory(shards)
 
@@ -162,7 +162,7 @@ class Checkpointer:
     def has(self, step: int, sight: Sight = AT_ONCE) -> bool:
         """Rank 0: is there a committed checkpoint of ``step`` that counts? One that does not is moved to quarantine."""
         path = self._layout.checkpoint_manifest(step)
-        if path.parent.is_dir():
+        if sight.wait_s:
             refresh(path.parent)  # its shards must not be written again because this host does not see it yet
         if not path.exists():
             return False

@@ -102,6 +102,7 @@ class TrainerLoop:
             self._train(record, checkpointer, is_replay=step <= resume.plan.last_batch, began_s=began_s)
             self._maybe_checkpoint(checkpointer, step)
         self._last_checkpoint(checkpointer, step)
+        self._pulse.state = "waiting"  # for what runs in the background: no hang, however long it takes
         checkpointer.close()
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
@@ -197,7 +198,7 @@ class TrainerLoop:
             stream_position=max(self._fates.stream_position, max(fates, default=-1) + 1),
             created_at=utc_now(),
         )
-        self._patience.until_space(lambda: commit_batch_record(self._layout, record, self.fence))
+        self._patience.until_space(lambda: commit_batch_record(self._layout, record, self.fence, self._sight))
         return record
 
     def _mend_weights(self, unreachable: tuple[int, ...]) -> None:

@@ -13,11 +13,14 @@ from milesbatch.store.durable import AlreadyExistsError, create_exclusively, rea
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.removal import take_away
+from milesbatch.store.sight import AT_ONCE, Sight
 from milesbatch.store.survey import Seals, read_incarnations
 
 
-def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) -> None:
+def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence, sight: Sight = AT_ONCE) -> None:
     """Commit ``record``; on return the fates in it are durable and visible.
+
+    ``sight``: how long a record that is there already is looked at until all of it is seen.
 
     Raises:
         FencedError: a newer incarnation has taken over.
@@ -29,11 +32,10 @@ def commit_batch_record(layout: RunLayout, record: BatchRecord, fence: Fence) ->
     try:
         create_exclusively(path, record.to_bytes(), fence.check)
     except AlreadyExistsError:
-        data = read_optional(path)
-        if data is None:
+        if read_optional(path) is None:
             fence.check()  # a newer incarnation has just moved it away
             raise
-        other = BatchRecord.from_bytes(data, str(path))
+        other = sight.until_seen(lambda: BatchRecord.from_bytes(read_optional(path) or b"", str(path)))
         if other.incarnation > record.incarnation:
             raise FencedError(f"incarnation {other.incarnation} has recorded step {record.step}") from None
         if other.incarnation == record.incarnation:

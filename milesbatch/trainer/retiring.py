@@ -23,7 +23,7 @@ from milesbatch.errors import CorruptArtefactError
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import Retirement
 from milesbatch.store.clock import utc_now
-from milesbatch.store.durable import AlreadyExistsError, create_exclusively, first_damage, remove_files, sync_names
+from milesbatch.store.durable import AlreadyExistsError, create_exclusively, remove_files, sync_names, verify_files
 from milesbatch.store.fence import Fence
 from milesbatch.store.holds import HoldWatch
 from milesbatch.store.layout import RunLayout
@@ -46,7 +46,6 @@ class Retiring:
 
     def __init__(self, layout: RunLayout, recipe: Recipe, fence: Fence) -> None:
         self._layout, self._recipe, self._fence = layout, recipe, fence
-        self._accept = Seals(read_incarnations(layout)).accept_weights
         self._holds = HoldWatch(layout)
         self._retired: set[int] | None = None
 
@@ -97,13 +96,18 @@ class Retiring:
     def _is_whole_keyframe(self, version: int) -> bool:
         """Reads the whole full copy: what is older is deleted on the strength of it."""
         try:
-            manifest = read_manifest(self._layout, version)
+            return self._has_full_copy(version)
         except CorruptArtefactError:
             return False
-        ref = None if manifest is None or not self._accept(manifest) else keyframe_ref(manifest)
+
+    def _has_full_copy(self, version: int) -> bool:
+        manifest = read_manifest(self._layout, version)
+        seals = Seals(read_incarnations(self._layout, at_least=self._fence.incarnation))
+        ref = None if manifest is None or not seals.accept_weights(manifest) else keyframe_ref(manifest)
         if ref is None or is_retired(self._layout, version):
             return False
-        return first_damage(self._layout.weights_version(version), (ref,)) is None
+        verify_files(self._layout.weights_version(version), (ref,))
+        return True
 
     def _retire(self, version: int, base: int, needs: Needs) -> None:
         if not self._layout.weights_manifest(version).exists():

@@ -18,6 +18,7 @@ from devcluster.client import Client
 from devcluster.configuration import Settings, choose_ports, fixed_differences, write_configuration
 from devcluster.daemons import CONTROLLER, MUNGE, Daemons, wait_until
 from devcluster.folder import ClusterError, Folder
+from devcluster.keeper import ENDED
 from devcluster.processes import Process
 
 _STARTS = 3
@@ -65,7 +66,7 @@ class Cluster(Client):
             self._wipe(settings)
             port = choose_ports(settings.nodes + 1, port if attempt == 0 else 0)
             self.folder.write_settings({"settings": asdict(settings), "life": life, "base_port": port})
-            write_configuration(self.folder, settings, port, life)
+            self._configure(settings, port, life)
             try:
                 self._start_missing(settings, afresh=True)
                 break
@@ -84,7 +85,7 @@ class Cluster(Client):
             )
         if settings != before:
             self.folder.write_settings({**record, "settings": asdict(settings)})
-            write_configuration(self.folder, settings, _number(record, "base_port", 0), _number(record, "life", 0))
+            self._configure(settings, _number(record, "base_port", 0), _number(record, "life", 0))
             self.daemons.end(CONTROLLER)
         self._start_missing(settings, afresh=False)
 
@@ -97,7 +98,11 @@ class Cluster(Client):
         if begins and not afresh:
             # Also has slurmctld ask its nodes at once how they are; by itself it does so after 4 s.
             self.run(["scontrol", "reconfigure"])
-        self.wait_nodes(settings.node_names, within_s=_UP_WITHIN_S, check=self._check_controller)
+        check = self._check_all if afresh else self._check_controller
+        self.wait_nodes(settings.node_names, within_s=_UP_WITHIN_S, check=check)
+
+    def _configure(self, settings: Settings, base_port: int, life: int) -> None:
+        write_configuration(self.folder, settings, packages.version(), base_port, life)
 
     def _wipe(self, settings: Settings) -> None:
         """Nothing of an earlier life is left but its logs, in ``log.old``."""
@@ -123,9 +128,19 @@ class Cluster(Client):
 
     def _check_controller(self) -> None:
         if not self.daemons.part(CONTROLLER):
-            output = self.folder.output(CONTROLLER)
-            last = "\n    ".join(output.read_text(errors="replace").splitlines()[-5:])
-            raise ClusterError(f"slurmctld ended; {output} has:\n    {last}")
+            raise self._ended(CONTROLLER, self.folder.output(CONTROLLER))
+
+    def _check_all(self) -> None:
+        """For a cluster that begins: its outputs are new."""
+        self._check_controller()
+        for name in self.settings.node_names:
+            output = self.folder.output(name)
+            if output.exists() and ENDED in output.read_text(errors="replace"):
+                raise self._ended(f"slurmd of {name}", output)
+
+    def _ended(self, daemon: str, output: Path) -> ClusterError:
+        last = "\n    ".join(output.read_text(errors="replace").splitlines()[-5:])
+        return ClusterError(f"{daemon} ended; {output} has:\n    {last}")
 
     def down(self) -> None:
         """End the cluster with all its jobs; nothing of it is left running. Its logs stay."""

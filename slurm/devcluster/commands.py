@@ -104,7 +104,8 @@ def _clean(cluster: Cluster, given: argparse.Namespace) -> None:
 
 
 def _env(cluster: Cluster, given: argparse.Namespace) -> int:
-    if not cluster.is_up():
+    # Another user cannot see the processes of root's cluster, but may use it.
+    if not cluster.is_up() and not (cluster.folder.configuration.exists() and cluster.controller_answers()):
         print(f"error: no cluster is up in {cluster.folder.root}\n  what to do: make cluster-up", file=sys.stderr)
         return 1
     print(f"export SLURM_CONF={shlex.quote(cluster.env['SLURM_CONF'])}")

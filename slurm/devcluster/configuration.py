@@ -89,8 +89,10 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def write_configuration(folder: Folder, settings: Settings, base_port: int, life: int) -> None:
-    """Write slurm.conf and gres.conf: the controller's port is ``base_port``, the nodes' follow it.
+def write_configuration(
+    folder: Folder, settings: Settings, version: tuple[int, ...], base_port: int, life: int
+) -> None:
+    """Write what this ``version`` of Slurm reads: the controller's port is ``base_port``, the nodes' follow it.
 
     Job ids of each ``life`` begin elsewhere, so that an id in a run directory never means a job of a later cluster.
     """
@@ -104,12 +106,15 @@ def write_configuration(folder: Folder, settings: Settings, base_port: int, life
         "nodes": f"n[1-{last}]",
         "gpu_numbers": f"0-{settings.gpus - 1}",
         "first_job_id": life * _JOBS_PER_LIFE + 1,
+        # Later versions have a word for none; to the earlier ones this plugin is the one that does nothing by itself.
+        "cgroup_plugin": "disabled" if version >= (23, 11) else "cgroup/v1",
         "send_user_signal": "SlurmctldParameters=preempt_send_user_signal" if settings.send_user_signal else "",
     }
-    for name in ("slurm.conf", "gres.conf"):
+    for name in ("slurm.conf", "gres.conf", "cgroup.conf"):
         text = Template((_HERE / f"{name}.template").read_text()).substitute(values)
         beside = folder.root / "etc" / f"{name}.new"
         beside.write_text(text)
+        beside.chmod(0o644)
         beside.replace(folder.root / "etc" / name)
     for number in range(settings.gpus):
         link = folder.root / "gpus" / f"nvidia{number}"

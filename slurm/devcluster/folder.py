@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LONGEST = 107 - len("/spool/n99/n99_1234567.4294967295")
-DIRECTORIES = ("etc", "munge", "state", "spool", "pids", "log", "gpus")
+DIRECTORIES = {"etc": 0o755, "gpus": 0o755, "spool": 0o755, "log": 0o755, "munge": 0o711, "pids": 0o700, "state": 0o700}
 
 
 class ClusterError(Exception):
@@ -84,11 +84,10 @@ class Folder:
     def create(self) -> None:
         """Make the directories; idempotent. Only root's clusters are open to other users of the machine."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for name in DIRECTORIES:
-            (self.root / name).mkdir(exist_ok=True)
         self.root.chmod(0o755 if os.geteuid() == 0 else 0o700)
-        (self.root / "munge").chmod(0o711)
-        (self.root / "state").chmod(0o700)
+        for name, mode in DIRECTORIES.items():
+            (self.root / name).mkdir(exist_ok=True)
+            (self.root / name).chmod(mode)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 
+ENDED = "keeper: slurmd ended with status"
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 
@@ -36,9 +37,10 @@ def keep(node: str, configuration: str, slurmd: str, mark: str) -> None:
         wanted = False
         if signal.sigwait(awaited) == signal.SIGUSR1:
             wanted = True
-        for ended in _collect():
+        for ended, status in _collect():
             if ended == daemon:
                 daemon = 0
+                print(f"{ENDED} {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
 def _start(command: list[str], environment: dict[str, str], libc: ctypes.CDLL) -> int:
@@ -54,16 +56,16 @@ def _start(command: list[str], environment: dict[str, str], libc: ctypes.CDLL) -
         os._exit(127)
 
 
-def _collect() -> list[int]:
-    ended: list[int] = []
+def _collect() -> list[tuple[int, int]]:
+    ended: list[tuple[int, int]] = []
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return ended
         if pid == 0:
             return ended
-        ended.append(pid)
+        ended.append((pid, status))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,12 @@ def _advice() -> str:
     if shutil.which("apt-get") is None:
         return "install Slurm (slurmctld, slurmd and its commands) and munge with this system's package manager"
     return f"sudo {sys.executable} {Path(__file__).parent} install"
+
+
+def version() -> tuple[int, ...]:
+    """Version of the installed Slurm, for example (22, 5, 8)."""
+    said = subprocess.run([program("slurmctld"), "-V"], capture_output=True, text=True, check=False).stdout
+    return tuple(int(number) for number in re.findall(r"[0-9]+", said)[:3])
 
 
 def install() -> bool:

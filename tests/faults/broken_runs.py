@@ -26,8 +26,8 @@ def plan(path: Path, *faults: dict[str, Any]) -> Path:
 
 def fired(run: Path) -> dict[str, dict[str, Any]]:
     """Faults that happened: name -> what the injector noted just before."""
-    records = (run / "events").glob("fault.*.fired")
-    return {path.name.split(".")[1]: json.loads(path.read_text()) for path in records}
+    records = {path.name.split(".")[1]: path.read_text() for path in (run / "events").glob("fault.*.fired")}
+    return {name: json.loads(text) for name, text in records.items() if text.endswith("}")}
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
@@ -35,10 +35,15 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     try:
         directory.mkdir()
     except FileExistsError:
-        wait_until((directory / "made").exists, f"another test process has made {directory.name}")
+        made = wait_until(lambda: list(directory.glob("made.*")), f"another test process has made {directory.name}")
+        assert made[0].name == "made.well", f"another test process could not make {directory.name}"
         return directory
-    make(directory)
-    (directory / "made").touch()
+    outcome = "badly"
+    try:
+        make(directory)
+        outcome = "well"
+    finally:
+        (directory / f"made.{outcome}").touch()
     return directory
 
 

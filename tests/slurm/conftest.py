@@ -6,35 +6,27 @@ installs them when they are missing (as root). A module whose tests share runnin
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "slurm"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "slurm"))
 
 from command import QUICK, milesbatch
 from devcluster.cluster import Cluster, Settings
-from devcluster.processes import look
+from own_clusters import SETTINGS, end_abandoned, new_cluster
 from slurm_run import STEPS, SlurmRun
-
-# Folders of clusters are short, for sockets are in them, and open to other users, as whom tests submit too.
-_PREFIX = "milesbatch-cluster-"
-SETTINGS = Settings()
 
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Eight nodes, ``n1`` to ``n8``, of 4 CPUs and 4 fake GPUs each, all of them in each of the partitions ``trainer``,
-    ``rollout``, ``rollout_cancel`` and ``high``."""
-    _end_abandoned()
+    """Nodes ``n1`` to ``n8`` of 4 CPUs and 4 fake GPUs; partitions ``trainer``, ``rollout``, ``rollout_cancel``, ``high``."""
+    end_abandoned()
     made = new_cluster()
     try:
         made.up(SETTINGS)
@@ -53,29 +45,6 @@ def healthy_nodes(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").clean(SETTINGS)
-
-
-def new_cluster() -> Cluster:
-    """A cluster of its own, not started; a later session ends it if this one cannot."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-    own = look(os.getpid())
-    assert own is not None
-    made = Cluster(folder)
-    with made.folder.locked():
-        (folder / "owner").write_text(f"{own.pid} {own.started}")
-    return made
-
-
-def _end_abandoned() -> None:
-    """End the clusters of test processes that were killed."""
-    for folder in Path("/tmp").glob(f"{_PREFIX}*"):
-        if folder.stat().st_uid != os.geteuid() or not (folder / "owner").exists():
-            continue
-        pid, started = map(int, (folder / "owner").read_text().split())
-        owner = look(pid)
-        if owner is None or owner.started != started:
-            Cluster(folder).down()
-            shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SETTINGS, new_cluster
 from devcluster import packages
 from devcluster.cluster import Cluster, ClusterError
 from devcluster.commands import main
 from devcluster.folder import Folder
 from devcluster.processes import Process, look, send
+from own_clusters import SETTINGS, end_abandoned, new_cluster
 
 SMALL = replace(SETTINGS, nodes=2)
-SOURCES = Path(__file__).parents[2] / "slurm" / "devcluster"
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = REPOSITORY / "slurm" / "devcluster"
 ROOT_ONLY = "this test needs root: make test runs as root in CI"
 
 
@@ -58,7 +59,7 @@ def own() -> Iterator[Cluster]:
     made = new_cluster()
     yield made
     made.down()
-    shutil.rmtree(made.folder.root)
+    shutil.rmtree(made.folder.root, ignore_errors=True)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
@@ -201,9 +202,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("notice", [True, False], ids=["with user signal", "without"])
-def test_a_high_job_takes_nodes_from_rollout(cluster: Cluster, tmp_path: Path, notice: bool) -> None:
-    cluster.up(replace(SETTINGS, send_user_signal=notice))
+@pytest.mark.parametrize(("notice", "grace_s"), [(True, SETTINGS.grace_s), (False, 0)], ids=["announced", "at once"])
+def test_a_high_job_takes_nodes_from_rollout(cluster: Cluster, tmp_path: Path, notice: bool, grace_s: int) -> None:
+    cluster.up(replace(SETTINGS, send_user_signal=notice, grace_s=grace_s))
     out = tmp_path / "out"
     listener = LISTENER.format(python=sys.executable, path=out)
     low = cluster.sbatch(listener, "-p", "rollout", "-N6", "--exclusive", "--signal=B:USR1@60", "-o", "/dev/null")
@@ -215,7 +216,7 @@ def test_a_high_job_takes_nodes_from_rollout(cluster: Cluster, tmp_path: Path, n
     if notice:
         until(lambda: "SIGUSR1" in out.read_text(), within_s=5)
     cluster.wait_job(high, "RUNNING")
-    assert SETTINGS.grace_s <= time.monotonic() - began < 25
+    assert grace_s <= time.monotonic() - began < 25
     cluster.run(["scancel", str(high)])
     assert cluster.wait_job(low, "PENDING")[0].restarts == 1
     start_soon(cluster, low)
@@ -271,6 +272,23 @@ def test_two_clusters_side_by_side(cluster: Cluster, own: Cluster) -> None:
     assert cluster.jobs(jobs[0])[0].state == "RUNNING"
 
 
+def test_the_commands_of_the_readme(own: Cluster) -> None:
+    environment = {**os.environ, "MILESBATCH_CLUSTER_DIR": str(own.folder.root)}
+    lines = """
+        make -s cluster-up
+        eval "$(make -s cluster-env)"
+        srun -N8 -p rollout --gres=gpu:1 sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES' | sort
+        make -s cluster-down
+        make -s cluster-down
+        """
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", lines], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-8:] == [f"n{number} 0" for number in range(1, 9)]
+    assert own.processes() == []
+
+
 def test_up_after_a_crash_of_everything(own: Cluster, tmp_path: Path) -> None:
     own.up(SMALL)
     first = own.sbatch(script("sleep 600"), "-o", "/dev/null")
@@ -292,6 +310,20 @@ def test_up_after_a_crash_of_everything(own: Cluster, tmp_path: Path) -> None:
         own.down()
         assert bystander.poll() is None
         bystander.kill()
+
+
+def test_the_cluster_of_a_killed_test_process_is_ended(own: Cluster) -> None:
+    own.up(SMALL)
+    with subprocess.Popen(["sleep", "600"]) as owner:
+        started = look(owner.pid)
+        assert started is not None
+        (own.folder.root / "owner").write_text(f"{owner.pid} {started.started}")
+        end_abandoned()
+        assert own.is_up(), "its owner lives"
+        owner.kill()
+    end_abandoned()
+    assert own.processes() == []
+    assert not own.folder.root.exists()
 
 
 def test_as_an_ordinary_user(tmp_path: Path) -> None:

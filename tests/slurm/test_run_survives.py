@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from command import events, wait_until
-from conftest import SETTINGS
+from own_clusters import SETTINGS
 from slurm_run import SHAPES, SlurmRun, is_worker
 
 NewRun = Callable[[], SlurmRun]

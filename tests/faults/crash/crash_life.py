@@ -69,6 +69,9 @@ class Silent:
     def set_activity(self, counter: int) -> None:
         return
 
+    def waits_for_space(self, text: str) -> None:
+        return
+
 
 def live(
     layout: RunLayout,

@@ -92,7 +92,9 @@ def test_a_take_over_that_builds_on_what_is_not_durable(expected: Ending, tmp_pa
     ):
         report = search_twice(Recording(expected, mutations), points)
     assert report.failures, "the harness has not seen the bug"
-    assert "after it had been sealed" in report.failures[0], "its groups had no fate any more, and no seal names their files"
+    assert "after it had been sealed" in report.failures[0], (
+        "its groups had no fate any more, and no seal names their files"
+    )
 
 
 def test_a_run_record_that_names_temporary_files(expected: Ending, tmp_path: Path) -> None:

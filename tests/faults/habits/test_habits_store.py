@@ -9,6 +9,7 @@ from builders import (
     GROUPS_PER_STEP,
     commit_batch,
     grow,
+    make_batch,
     make_recipe,
     make_run,
     publish,
@@ -19,7 +20,6 @@ from seeded import QUIET, Cases, on, patient, start
 from shared_filesystem import SharedFilesystem
 
 from milesbatch.errors import CorruptArtefactError, FencedError, RunHeldError, StorageError
-from milesbatch.records import BatchRecord
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.durable import (
     AlreadyExistsError,
@@ -156,9 +156,10 @@ def test_a_take_over_elsewhere_finds_all_that_was_committed() -> None:
 
 def test_a_take_over_by_a_host_that_watched() -> None:
     """It remembers names as missing, and listings, from when it looked."""
-    cases = Cases(("nfs", "lustre", "beegfs"))
+    cases, hasty = Cases(("nfs", "lustre", "beegfs")), 0
 
     def go_on(shared: SharedFilesystem) -> None:
+        nonlocal hasty
         layout = make_run(on(shared, "head").root, make_recipe(steps=STEPS))
         start(layout)
         other = on(shared, "other")
@@ -168,11 +169,13 @@ def test_a_take_over_by_a_host_that_watched() -> None:
             for path in (other.batch(step + 1), other.weights_manifest(step), other.checkpoint_manifest(step + 1)):
                 path.exists()
         grow(layout, STEPS)
-        assert start(other).record.seal == survey(on(shared, "truth"), []).seal()
+        expected = survey(on(shared, "truth"), []).seal()
+        hasty += survey(other, []).seal() != expected
+        assert start(other).record.seal == expected
         assert quarantined(on(shared, "truth")) == {}
 
     cases.run(SEEDS, go_on, **QUIET)
-    assert cases.mishaps["kept missing"] > 20
+    assert hasty > 10
 
 
 def test_what_must_be_there_is_looked_for() -> None:
@@ -257,8 +260,8 @@ def test_of_two_hosts_that_take_over_one_wins() -> None:
         for host in ("b", "c", "b"):
             try:
                 numbers.append(start(on(shared, host), Sight(5.0, lambda text: None)).number)
-            except (RunHeldError, CorruptArtefactError):
-                held += 1  # it does not see (all of) the record that was there before its own
+            except (RunHeldError, CorruptArtefactError, StorageError):
+                held += 1  # it does not see (all of) what was there before its own
         assert numbers == list(range(2, 2 + len(numbers))), "each number once"
         shared.settle()
         assert [record.incarnation for record in read_incarnations(on(shared, "d"))] == [1, *numbers]
@@ -296,7 +299,7 @@ def test_a_living_controller_elsewhere_is_seen_to_live() -> None:
 
 def test_what_passes_an_old_fence_does_not_count() -> None:
     """A zombie that does not see the new incarnation commits; neither the new one nor the one after uses it."""
-    cases, passed = Cases(), 0
+    cases, passed = Cases(("nfs", "lustre", "beegfs")), 0
 
     def outlive(shared: SharedFilesystem) -> None:
         nonlocal passed
@@ -306,26 +309,20 @@ def test_what_passes_an_old_fence_does_not_count() -> None:
         second = start(on(shared, "second"))
         step = len(second.found.batches) + 1
         refs = write_groups(on(shared, "second"), range(12, 16), version=2, incarnation=2, samples=2)
-        late = record_of(step, refs, 1)
+        late = make_batch(step, refs, incarnation=1)
         try:
-            commit_batch_record(layout, late, zombie)
+            commit_batch_record(layout, late, zombie, patient())
             passed += 1
         except FencedError:
             pass
-        mine = record_of(step, refs, 2)
-        commit_batch_record(on(shared, "second"), mine, Fence(on(shared, "second"), 2))
+        mine = make_batch(step, refs, incarnation=2)
+        commit_batch_record(on(shared, "second"), mine, Fence(on(shared, "second"), 2), patient())
         assert on(shared, "truth").batch(step).read_bytes() == mine.to_bytes()
         shared.settle()
         assert survey(on(shared, "third"), read_incarnations(on(shared, "third"), at_least=2)).batches[-1] == mine
 
     cases.run(SEEDS, outlive, **QUIET)
     assert 5 < passed < cases.count
-
-
-def record_of(step: int, refs: object, incarnation: int) -> BatchRecord:
-    from builders import make_batch
-
-    return make_batch(step, refs, incarnation=incarnation)  # type: ignore[arg-type]
 
 
 def test_who_does_not_see_the_seals_does_not_go_on() -> None:

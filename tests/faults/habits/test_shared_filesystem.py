@@ -25,6 +25,10 @@ def write(path: Path, data: bytes = b"0123456789") -> Path:
     return path
 
 
+def listed(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
 def outcome(path: Path) -> str:
     try:
         return path.read_text()
@@ -38,7 +42,7 @@ def test_without_habits_all_hosts_see_the_same(tmp_path: Path) -> None:
         current().make_directory(a / "d")
         write(a / "d" / "x")
         assert outcome(b / "d" / "x") == "0123456789"
-        assert sorted(os.listdir(b / "d")) == ["x"]
+        assert listed(b / "d") == ["x"]
         assert [path.name for path in (b / "d").glob("*")] == ["x"]
         assert (b / "d" / "x").stat().st_size == 10
         assert (b / "d").is_dir() and not (b / "d" / "y").exists()
@@ -50,7 +54,7 @@ def test_without_habits_all_hosts_see_the_same(tmp_path: Path) -> None:
             current().remove_directory(a / "e")
         current().unlink(a / "e" / "x")
         current().remove_directory(a / "e")
-        assert os.listdir(b) == []
+        assert listed(b) == []
     assert shared.mishaps == {}
     assert not shared.mount("a").exists(), "only while it is mounted"
 
@@ -96,33 +100,33 @@ def test_an_own_change_may_refresh_the_directory(tmp_path: Path, refreshes: bool
     habits = replace(SURE, seen_s=10.0, missing_s=10.0, listed_s=10.0, own_change_refreshes=refreshes)
     with SharedFilesystem(tmp_path / "fs", habits, 1).mounted() as shared:
         a, b = shared.mount("a"), shared.mount("b")
-        assert outcome(b / "x") == "ENOENT" and os.listdir(b) == []
+        assert outcome(b / "x") == "ENOENT" and listed(b) == []
         write(a / "x")
         current().create(b / "y").close()
         assert outcome(b / "x") == ("0123456789" if refreshes else "ENOENT")
-        assert sorted(os.listdir(b)) == (["x", "y"] if refreshes else ["y"])
+        assert listed(b) == (["x", "y"] if refreshes else ["y"])
 
 
 def test_a_host_that_never_looked_may_see_the_truth(tmp_path: Path) -> None:
     habits = replace(SURE, seen_s=10.0, listed_s=10.0, first_look_is_fresh=True)
     with SharedFilesystem(tmp_path / "fs", habits, 1).mounted() as shared:
         write(shared.mount("a") / "x")
-        assert outcome(shared.mount("b") / "x") == "0123456789" and os.listdir(shared.mount("b")) == ["x"]
+        assert outcome(shared.mount("b") / "x") == "0123456789" and listed(shared.mount("b")) == ["x"]
         current().unlink(shared.mount("a") / "x")
-        assert outcome(shared.mount("b") / "x") == "0123456789" and os.listdir(shared.mount("b")) == ["x"]
-        assert outcome(shared.mount("c") / "x") == "ENOENT" and os.listdir(shared.mount("c")) == []
+        assert outcome(shared.mount("b") / "x") == "0123456789" and listed(shared.mount("b")) == ["x"]
+        assert outcome(shared.mount("c") / "x") == "ENOENT" and listed(shared.mount("c")) == []
 
 
 def test_listings_are_old(tmp_path: Path) -> None:
     with SharedFilesystem(tmp_path / "fs", replace(SURE, listed_s=10.0), 1).mounted() as shared:
         a, b = shared.mount("a"), shared.mount("b")
         write(a / "x")
-        assert outcome(b / "x") == "0123456789" and os.listdir(b) == []
+        assert outcome(b / "x") == "0123456789" and listed(b) == []
         shared.settle()
         current().unlink(a / "x")
         assert outcome(b / "x") == "ENOENT" and [path.name for path in b.iterdir()] == ["x"]
         shared.settle()
-        assert os.listdir(b) == []
+        assert listed(b) == []
     assert shared.mishaps["old listing"]
 
 
@@ -162,7 +166,7 @@ def test_replies_are_lost(tmp_path: Path) -> None:
                 with pytest.raises(OSError) as caught:
                     move()
                 errors.add(f"{name} {errno.errorcode[caught.value.errno]}")
-            assert sorted(os.listdir(a)) == ["d", "full", "moved", "new"], "all of it took effect"
+            assert listed(a) == ["d", "full", "moved", "new"], "all of it took effect"
     repeated = {"link EEXIST", "rename ENOENT", "unlink ENOENT", "mkdir EEXIST", "create EEXIST"}
     assert errors == repeated | {f"{name} EIO" for name in ("link", "rename", "unlink", "mkdir", "create")}
 
@@ -171,7 +175,7 @@ def test_a_refusal_has_no_effect(tmp_path: Path) -> None:
     with SharedFilesystem(tmp_path / "fs", Habits(refused=1.0), 1).mounted() as shared:
         with pytest.raises(OSError, match="Input/output"):
             current().create(shared.mount("a") / "x")
-        assert os.listdir(shared.truth) == []
+        assert listed(shared.truth) == []
 
 
 def test_a_replaced_file_is_stale(tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ def test_a_host_may_work_in_a_directory_that_was_moved(tmp_path: Path) -> None:
         write(a / "d" / "x", b"new")
         assert outcome(b / "d" / "x") == "old"
         write(b / "d" / "y")
-        assert sorted(os.listdir(shared.truth / "away")) == ["x", "y"]
+        assert listed(shared.truth / "away") == ["x", "y"]
         shared.settle()
         assert outcome(b / "d" / "x") == "new"
 
@@ -208,10 +212,10 @@ def test_removed_files_leave_silly_names(tmp_path: Path) -> None:
         a = shared.mount("a")
         current().create(a / "x").close()
         current().unlink(a / "x")
-        (name,) = os.listdir(a)
+        (name,) = listed(a)
         assert name.startswith(".nfs")
         shared.clock.sleep(10.0)
-        assert os.listdir(a) == []
+        assert listed(a) == []
 
 
 def test_one_target_is_full(tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_a_seed_is_a_story(tmp_path: Path, habits: Habits) -> None:
                     write(shared.mount("a") / str(number))
                 except OSError as error:
                     told.append(f"{number} {error.errno}")
-                told.append(outcome(shared.mount("b") / str(number // 2)) + str(sorted(os.listdir(shared.mount("b")))))
+                told.append(outcome(shared.mount("b") / str(number // 2)) + str(listed(shared.mount("b"))))
         return [*told, str(shared.clock.now_s), str(shared.mishaps)]
 
     assert story("one", 7) == story("two", 7) != story("three", 8)

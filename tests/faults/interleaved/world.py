@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from actors import Actor, SteppedOperations, pause
-from crash_life import Life, Script, make_run, live_to_the_end
+from crash_life import Life, Script, live_to_the_end, make_run
 from crash_log import QuickOperations
 from crash_scene import HashEngine, crash_recipe
 

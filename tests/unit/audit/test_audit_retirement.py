@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from audit_runs import edit, sound_run
-from builders import flip, make_recipe, past_incarnation, publish
+from builders import flip, make_recipe, past_incarnation, publish, unfenced
 
 from milesbatch.audit.chain import Chain
 from milesbatch.audit.prove import audit_run, examine
@@ -21,6 +22,7 @@ from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.takeover import Claimant, take_over
 from milesbatch.trainer.retiring import Retired, Retiring
+from milesbatch.weights.publisher import Publisher
 
 STEPS = 8
 """Checkpoints 6 and 8 are kept; keyframes 0, 3 and 6; staleness 1: versions 0 to 2 may go."""
@@ -210,3 +212,20 @@ def test_the_verdict_is_json(layout: RunLayout) -> None:
 def test_a_keyframe_that_a_run_goes_on_to_publish_does_not_matter(layout: RunLayout) -> None:
     publish(layout, [9], past_incarnation(layout), keyframe_every=9)
     assert not [kind for kind, _ in kinds(audit_run(layout)) if kind == "retired"]
+
+
+def test_a_version_that_was_needed_and_published_again_is_sound(layout: RunLayout) -> None:
+    """Its new manifest is of an incarnation whose seal names it: the sealed one is in quarantine."""
+    incarnation = past_incarnation(layout)
+    replay = Publisher(layout, incarnation, keyframe_every=3, before_commit=unfenced)
+    replay.distrust([1])
+    for version in range(STEPS + 1):
+        weight = torch.arange(256, dtype=torch.float32)
+        weight[: version + 1] += version
+        replay.publish(version, [("w", weight), ("b", torch.tensor([float(version)]))], {})
+    verdict = audit_run(layout)
+    assert verdict.violations == ()
+    assert [note.path for note in verdict.notes if note.kind == "changed"] == [
+        f"weights/00000{version}/manifest.json" for version in (1, 2)
+    ]
+    assert verdict.verified_versions == STEPS

@@ -103,7 +103,15 @@ def test_a_crowded_run_fits_a_small_terminal(tmp_path: Path) -> None:
     lines = shown(crowded_body(tmp_path), 80, 23)
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    for word in ("trainer-1 on n1", "12 (run) live", "unreachable", "earlier ones)", "rollout-", "n9", "more)"):
+    for word in (
+        "trainer-1 on n1",
+        "12 (run) live",
+        "unreachable",
+        "incarnation 29",
+        "rollout-0",
+        "n9",
+        "63 more",
+    ):
         assert word in text, word
 
 
@@ -226,7 +234,7 @@ def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (queued.jobs / "recipe-0123456789ab.yaml").write_text(dump_recipe(make_recipe()))
     assert find_submitted("made").root == find_run("made").root == made.root
     assert find_submitted("queued").root == find_submitted(str(queued.root)).root == queued.root
-    with pytest.raises(InputError, match="runs under .*: made; submitted: queued"):
+    with pytest.raises(InputError, match=r"runs under .*: made; submitted: queued"):
         find_run("queued")
     with pytest.raises(InputError, match="there is no run at"):
         find_submitted("none")

@@ -114,7 +114,9 @@ def test_a_dry_run_prints_the_scripts_and_queues_nothing(shell: Shell, fake: Pre
     fake.answer("sbatch", err="sbatch: Job 26 to start at 2026-11-29T23:17:13 on n1\n", when="--test-only")
     said = shell(*SUBMIT, "--dry-run", "--set", "slurm.shape=separate")
     assert said.code == 0
-    assert said.out.count("#!/bin/bash\n") == 2 and said.out.rstrip().splitlines()[-1].startswith("exec /venv/bin/python")
+    assert said.out.count("#!/bin/bash\n") == 2 and said.out.rstrip().splitlines()[-1].startswith(
+        "exec /venv/bin/python"
+    )
     assert said.err.count("Job 26 to start") == 2
     assert fake.submitted() == [] and not shell.run().root.exists()
 
@@ -186,7 +188,10 @@ def test_a_directory_of_another_recipe_is_refused(shell: Shell, fake: PreparedSl
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("7|PENDING|Priority|", "job 7 of {run} is pending (Priority)"), ("7|RUNNING|None|n1", "job 7 of {run} is live\n")],
+    [
+        ("7|PENDING|Priority|", "job 7 of {run} is pending (Priority)"),
+        ("7|RUNNING|None|n1", "job 7 of {run} is live\n"),
+    ],
     ids=["pending", "running"],
 )
 def test_a_run_that_is_queued_or_runs_is_not_queued_twice(
@@ -270,7 +275,10 @@ def test_resuming_a_queued_run_is_refused(submitted: Shell, fake: PreparedSlurm)
 def test_scaling_says_what_it_did(submitted: Shell, fake: PreparedSlurm) -> None:
     said = submitted("scale", "tiny", "--rollout", "6")
     assert said.code == 0
-    assert said.err == "rollout job 102 was submitted\nrollout job 103 was submitted\n6 rollout workers when all jobs run\n"
+    assert (
+        said.err
+        == "rollout job 102 was submitted\nrollout job 103 was submitted\n6 rollout workers when all jobs run\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,13 @@ def test_outside_of_a_job_there_is_none(in_job: pytest.MonkeyPatch) -> None:
 def test_a_plain_job_on_its_first_start(in_job: pytest.MonkeyPatch) -> None:
     found = job_context()
     assert found is not None
-    assert (found.job_id, found.restart_count, found.node, found.node_lists, found.is_het) == ("33", 0, "", ("n1",), False)
+    assert (found.job_id, found.restart_count, found.node, found.node_lists, found.is_het) == (
+        "33",
+        0,
+        "",
+        ("n1",),
+        False,
+    )
 
 
 def test_a_heterogeneous_job_on_its_second_start(in_job: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,14 @@ def test_one_allocation_has_the_nodes_of_both_each_as_large_as_the_larger() -> N
     slurm = {
         "shape": "single",
         "trainer": {"nodes": 2, "gpus_per_task": 1, "memory_gib": 8, "exclude": "n1", "directives": ["--a=1", "--b"]},
-        "rollout": {"nodes": 3, "gpus_per_task": 4, "memory_gib": 16, "exclude": "n2", "exclusive": True, "directives": ["--b"]},
+        "rollout": {
+            "nodes": 3,
+            "gpus_per_task": 4,
+            "memory_gib": 16,
+            "exclude": "n2",
+            "exclusive": True,
+            "directives": ["--b"],
+        },
     }
     whole = plan(slurm).whole
     assert whole is not None

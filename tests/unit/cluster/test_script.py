@@ -180,7 +180,8 @@ def log_path(directive: str) -> str:
 
 
 ODD = st.text(
-    st.characters(exclude_characters="\\/", exclude_categories=("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp", "Zs")) | st.just(" "),
+    st.characters(exclude_characters="\\/", exclude_categories=("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp", "Zs"))
+    | st.just(" "),
     min_size=1,
 )
 
@@ -200,7 +201,7 @@ def test_any_directory_reaches_slurm_and_the_shell_as_it_is(run: str, here: str)
 
 
 def test_the_shell_reads_back_an_odd_command() -> None:
-    odd = "/r/it's \"a\" $HOME `id` %j #1"
+    odd = '/r/it\'s "a" $HOME `id` %j #1'
     where = Site(name="plain")
     text = run_script(plan_jobs(recipe(), where), where, JobBody(RUN, HERE, ("printf", "%s", odd), "m"), True).text
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
@@ -243,10 +244,13 @@ def test_a_template_is_filled_in(tmp_path: Path) -> None:
     where = with_template(tmp_path, text, setup=["echo {command} {directives}"])
     lines = dict(scripts({}, where))["run"].splitlines()
     assert lines[:3] == ["#!/bin/bash -l", "# mine", "#SBATCH --job-name=milesbatch-tiny"]
-    assert lines[lines.index("ulimit -n 65536") + 1 :] == [
-        "echo {command} {directives}",  # what was filled in is not filled in again
-        "exec " + COMMAND[0] + " " + " ".join(COMMAND[1:-1]) + " 'by hand: `submit`'",
-    ]
+    assert (
+        lines[lines.index("ulimit -n 65536") + 1 :]
+        == [
+            "echo {command} {directives}",  # what was filled in is not filled in again
+            "exec " + COMMAND[0] + " " + " ".join(COMMAND[1:-1]) + " 'by hand: `submit`'",
+        ]
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,7 +171,10 @@ def test_a_step_is_found_in_every_component_by_the_components_own_id(fake: Prepa
 
 @pytest.mark.parametrize(
     "said",
-    ["scancel: error: Kill job error on job id 7: Job/step already completing or completed", "Invalid job id specified"],
+    [
+        "scancel: error: Kill job error on job id 7: Job/step already completing or completed",
+        "Invalid job id specified",
+    ],
 )
 def test_cancelling_what_is_over_is_fine(fake: PreparedSlurm, said: str) -> None:
     fake.answer("scancel", err=said, status=1)
@@ -247,7 +249,6 @@ def test_a_command_that_cannot_be_started_is_an_error_too(fake: PreparedSlurm) -
     (fake.path / "squeue").write_text("\x7fELF not a program")
     with pytest.raises(SlurmError, match="could not be started"):
         slurm.my_jobs()
-    os.chmod(fake.path / "squeue", 0o755)
 
 
 def test_bytes_that_are_not_utf_8_do_not_stop_anybody(fake: PreparedSlurm) -> None:

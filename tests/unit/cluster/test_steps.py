@@ -47,10 +47,16 @@ def answer_nodes(fake: PreparedSlurm, **lists: str) -> None:
     for short, names in lists.items():
         fake.answer("scontrol", names.replace(",", "\n"), when=f"hostnames {short}")
     for name in ("t1", "t2", "r1", "r2", "r3"):
-        fake.answer("scontrol", f"NodeName={name} NodeAddr=10.0.{'tr'.index(name[0])}.{name[1]} State=ALLOCATED", when=f"node {name}")
+        fake.answer(
+            "scontrol",
+            f"NodeName={name} NodeAddr=10.0.{'tr'.index(name[0])}.{name[1]} State=ALLOCATED",
+            when=f"node {name}",
+        )
 
 
-def het_launcher(fake: PreparedSlurm, site: Site = SITE, slurm: dict[str, Any] | None = None, run: Path = RUN) -> StepLauncher:
+def het_launcher(
+    fake: PreparedSlurm, site: Site = SITE, slurm: dict[str, Any] | None = None, run: Path = RUN
+) -> StepLauncher:
     answer_nodes(fake, T="t1,t2", R="r1,r2,r3")
     job = JobContext("33", 0, "t1", ("T", "R"))
     found = plan(slurm or SLURM, site)
@@ -149,7 +155,9 @@ def test_the_srun_command(fake: PreparedSlurm) -> None:
 
 def test_without_components_no_group_is_named(fake: PreparedSlurm) -> None:
     answer_nodes(fake, T="t1,t2")
-    launcher = StepLauncher(read_allocation(JobContext("7", 0, "t1", ("T",)), plan(SLURM, SITE), ("trainer",)), SITE, RUN)
+    launcher = StepLauncher(
+        read_allocation(JobContext("7", 0, "t1", ("T",)), plan(SLURM, SITE), ("trainer",)), SITE, RUN
+    )
     assert not any(word.startswith("--het-group") for word in launcher.python_step())
 
 
@@ -159,17 +167,35 @@ def test_without_components_no_group_is_named(fake: PreparedSlurm) -> None:
         (None, ["/venv/bin/python", *ARGUMENTS]),
         (
             {"runtime": "apptainer", "image": "a b.sif", "mounts": ["/data:/data:ro"], "options": ["--nv"]},
-            ["apptainer", "exec", "--bind", "/scratch/run:/scratch/run", "--bind", "/data:/data:ro", "--nv", "a b.sif"]
-            + ["python3", *ARGUMENTS],
+            [
+                *("apptainer", "exec", "--bind", "/scratch/run:/scratch/run", "--bind", "/data:/data:ro"),
+                *("--nv", "a b.sif", "python3", *ARGUMENTS),
+            ],
         ),
         (
             {"runtime": "singularity", "image": "x.sif", "python": "/opt/conda/bin/python"},
-            ["singularity", "exec", "--bind", "/scratch/run:/scratch/run", "x.sif", "/opt/conda/bin/python", *ARGUMENTS],
+            [
+                "singularity",
+                "exec",
+                "--bind",
+                "/scratch/run:/scratch/run",
+                "x.sif",
+                "/opt/conda/bin/python",
+                *ARGUMENTS,
+            ],
         ),
         (
-            {"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:24.06-py3", "mounts": ["/data:/data"], "options": ["--no-x"]},
-            ["--container-image=nvcr.io#nvidia/pytorch:24.06-py3", "--container-mounts=/scratch/run:/scratch/run,/data:/data"]
-            + ["--no-x", "python3", *ARGUMENTS],
+            {
+                "runtime": "pyxis",
+                "image": "nvcr.io#nvidia/pytorch:24.06-py3",
+                "mounts": ["/data:/data"],
+                "options": ["--no-x"],
+            },
+            [
+                "--container-image=nvcr.io#nvidia/pytorch:24.06-py3",
+                "--container-mounts=/scratch/run:/scratch/run,/data:/data",
+                *("--no-x", "python3", *ARGUMENTS),
+            ],
         ),
     ],
     ids=["none", "apptainer", "singularity", "pyxis"],

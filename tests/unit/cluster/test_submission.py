@@ -20,7 +20,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedSlurm:
     return made
 
 
-@pytest.mark.parametrize("name", ["jobs", "50% %j %a", "it's \"quoted\""])
+@pytest.mark.parametrize("name", ["jobs", "50% %j %a", 'it\'s "quoted"'])
 def test_the_script_reaches_sbatch_and_stays_beside_the_run(fake: PreparedSlurm, tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()

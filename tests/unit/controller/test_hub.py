@@ -417,18 +417,34 @@ def holds(hub: Hub, name: str, version: int, state: str = "generating") -> None:
 
 def test_the_oldest_version_that_a_worker_holds() -> None:
     hub = make_hub(9, rollout={"workers": 2})
+    for name in ("rollout-0", "rollout-1"):
+        hub.started(name, 1)
     assert hub.oldest_held() is None, "nobody has been heard of"
     holds(hub, "rollout-0", 7)
     holds(hub, "trainer-0", 2)
-    assert hub.oldest_held() is None, "one is missing"
+    assert hub.oldest_held() is None, "one was started and not heard of"
     holds(hub, "rollout-1", -1, "starting")
     assert hub.oldest_held() is None, "it may begin with any version"
     holds(hub, "rollout-1", -1, "generating")
     assert hub.oldest_held() is None, "it is just reading its first version"
     holds(hub, "rollout-1", 5)
     assert hub.oldest_held() == 5
+    holds(hub, "rollout-7", 4)
+    assert hub.oldest_held() == 4, "one that joined"
+
+
+def test_a_lost_worker_holds_nothing_until_it_is_started_again() -> None:
+    hub = make_hub(9, rollout={"workers": 2})
+    for name, version in (("rollout-0", 7), ("rollout-1", 5)):
+        hub.started(name, 1)
+        holds(hub, name, version)
     hub.forget("rollout-1")
+    assert hub.oldest_held() == 7, "its node may be gone for long"
+    hub.started("rollout-1", 2)
     assert hub.oldest_held() is None
+    hub.forget("rollout-1")
+    hub.forget("rollout-0")
+    assert hub.oldest_held() == 9
 
 
 def test_workers_that_wait_for_their_first_lease_hold_nothing() -> None:

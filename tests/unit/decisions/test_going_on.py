@@ -93,3 +93,12 @@ def test_exclusions_are_few_distinct_and_hold_what_was_lost_last(nodes: list[str
     assert set(found) <= {*nodes, *lost}
     newest = list(dict.fromkeys(lost))[-limit:] if limit else []
     assert set(newest) <= set(found)
+
+
+@pytest.mark.parametrize("state", list(JobState))
+def test_a_job_that_slurm_starts_again_is_left_to_it(state: JobState) -> None:
+    """Its rollout jobs stay: the run goes on."""
+    found = what_next(cancelled=False, nodes_lost=True, may_requeue=True, own_state=state, is_requeued=True)
+    assert found is Next.LEAVE
+    cancelled = what_next(cancelled=True, nodes_lost=False, may_requeue=True, own_state=state, is_requeued=True)
+    assert cancelled is Next.END

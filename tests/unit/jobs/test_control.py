@@ -83,15 +83,26 @@ def test_an_earlier_start_of_this_job_is_gone_for_sure(
 
 @pytest.mark.parametrize(
     ("state", "gone"),
-    [("RUNNING", False), ("COMPLETING", False), ("PENDING", False), ("FAILED", True), ("NODE_FAIL", True), ("EXPEDITING", False)],
+    [
+        ("RUNNING", False),
+        ("COMPLETING", False),
+        ("PENDING", False),
+        ("FAILED", True),
+        ("NODE_FAIL", True),
+        ("EXPEDITING", False),
+    ],
 )
 def test_of_another_job_slurm_tells(fake: PreparedSlurm, layout: RunLayout, state: str, gone: bool) -> None:
     fake.answer("scontrol", f"JobId=32 JobState={state}")
     assert control._is_gone(batch(layout), make_incarnation(1, job_id="32")) is gone
 
 
-@pytest.mark.parametrize("said", ["slurm_load_jobs error: Invalid job id specified", "Unable to contact slurm controller"])
-def test_a_job_that_slurm_cannot_tell_about_is_not_called_gone(fake: PreparedSlurm, layout: RunLayout, said: str) -> None:
+@pytest.mark.parametrize(
+    "said", ["slurm_load_jobs error: Invalid job id specified", "Unable to contact slurm controller"]
+)
+def test_a_job_that_slurm_cannot_tell_about_is_not_called_gone(
+    fake: PreparedSlurm, layout: RunLayout, said: str
+) -> None:
     fake.answer("scontrol", err=said, status=1)
     assert not control._is_gone(batch(layout), make_incarnation(1, job_id="32"))
 
@@ -107,7 +118,7 @@ def test_a_run_that_makes_no_step_gives_up_and_says_why(fake: PreparedSlurm, lay
     past_incarnation(layout)
     control._refuse_hopeless(batch(layout, LIMIT, restarts=1))
     past_incarnation(layout)
-    with pytest.raises(RunFailedError, match="the last 2 starts of .* recorded no new step") as caught:
+    with pytest.raises(RunFailedError, match=r"the last 2 starts of .* recorded no new step") as caught:
         control._refuse_hopeless(batch(layout, LIMIT, restarts=2))
     assert "milesbatch resume" in caught.value.mend
     control._refuse_hopeless(batch(layout, LIMIT, cause=f"{BY_HAND}: `milesbatch resume`"))
@@ -166,7 +177,9 @@ def test_a_run_that_may_not_requeue_stops(fake: PreparedSlurm, layout: RunLayout
     assert all("requeue" not in words for words in fake.said_to("scontrol"))
 
 
-def test_a_lost_node_leads_to_another_job_without_it(fake: PreparedSlurm, layout: RunLayout, signals_stay: None) -> None:
+def test_a_lost_node_leads_to_another_job_without_it(
+    fake: PreparedSlurm, layout: RunLayout, signals_stay: None
+) -> None:
     fake.answer("scontrol", "JobId=33 JobState=RUNNING", when="show job")
     assert control._after(batch(layout), stopped(StopCause.NODE_LOST, "n2")) == EXIT_TEMPFAIL
     (script,) = fake.submitted()
@@ -186,7 +199,9 @@ def test_when_no_other_job_can_be_had_this_one_is_queued_again(
 # -- asking Slurm to start this job again -----------------------------------------------------------------------------
 
 
-def test_a_slurm_that_restarts_is_asked_again(fake: PreparedSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_that_restarts_is_asked_again(
+    fake: PreparedSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_again.time, "sleep", lambda seconds: fake.answer("scontrol", ""))
     fake.answer("scontrol", err="Unable to contact slurm controller", status=1)
     queue_again.queue_again("33", patience_s=5.0)

@@ -21,7 +21,7 @@ class Clock:
 class Slurm:
     """Gives its answers in turn; None stands for no limit, an exception for no answer."""
 
-    def __init__(self, *answers: float | None | SlurmError) -> None:
+    def __init__(self, *answers: float | SlurmError | None) -> None:
         self.answers = list(answers)
 
     def __call__(self) -> float | None:
@@ -87,9 +87,7 @@ def test_what_a_stop_takes_is_asked_each_time() -> None:
 
 def test_a_warning_leads_to_a_question_at_once() -> None:
     answers, warnings = [1000.0, 5.0], [0]
-    watch = DeadlineWatch(
-        lambda: 60.0, lambda: answers.pop(0), num_warnings=lambda: warnings[0], ask_every_s=600.0
-    )
+    watch = DeadlineWatch(lambda: 60.0, lambda: answers.pop(0), num_warnings=lambda: warnings[0], ask_every_s=600.0)
     watch.start()
     assert _within(5.0, lambda: len(answers) == 1)
     assert watch.look_for_stop() is None

@@ -76,9 +76,7 @@ class Never:
 
 
 def order(layout: RunLayout, restarts: int = 2) -> Order:
-    recipe = make_recipe(
-        rollout={"workers": 2}, slurm={"max_restarts_without_progress": restarts, "heartbeat_s": 0.05}
-    )
+    recipe = make_recipe(rollout={"workers": 2}, slurm={"max_restarts_without_progress": restarts, "heartbeat_s": 0.05})
     return place_order(layout, recipe, Site(name="here"), Path("/home/me"))
 
 

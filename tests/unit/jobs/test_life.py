@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
-from builders import make_layout, make_recipe, past_incarnation, make_run
+from builders import make_layout, make_recipe, make_run, past_incarnation
 from prepared_slurm import PreparedSlurm
 
 from milesbatch.controller.stopping import CancelWatch

@@ -51,7 +51,12 @@ def test_copies_go_by_their_content_so_that_a_queued_job_keeps_its_own(tmp_path:
     assert first.recipe_file != second.recipe_file and first.site_file == second.site_file
     assert again == first
     assert read_order(first.layout.root, first.recipe_file, first.site_file).recipe.steps == 8
-    assert sorted(path.name.split("-")[0] for path in first.layout.jobs.iterdir()) == ["recipe", "recipe", "site", "working"]
+    assert sorted(path.name.split("-")[0] for path in first.layout.jobs.iterdir()) == [
+        "recipe",
+        "recipe",
+        "site",
+        "working",
+    ]
 
 
 def test_the_last_submission_is_the_last_one_written(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def test_jobs_of_a_run_are_found_by_their_comment(fake: PreparedSlurm, tmp_path:
 
 def test_ending_jobs_of_a_role(fake: PreparedSlurm, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "run")
-    text = queue_text(*((name, "RUNNING", mark(layout, role)) for name, role in (("9", "rollout"), ("8", "rollout"), ("7", "run"))))
+    text = queue_text(
+        *((name, "RUNNING", mark(layout, role)) for name, role in (("9", "rollout"), ("8", "rollout"), ("7", "run")))
+    )
     fake.answer("squeue", text)
     assert end_jobs(layout, "rollout") == ["8", "9"]
     assert fake.said_to("scancel") == [("8",), ("9",)]

@@ -1,7 +1,7 @@
 """A login node has the base dependencies and nothing else: what people do there works without torch.
 
-The commands run in processes of their own, in which every package that is no base dependency of this project (nor needed by one)
-cannot be imported, as if it were not installed.
+The commands run in processes of their own, in which every package that is no base dependency of this project (nor needed by
+one) cannot be imported, as if it were not installed.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def run(tmp_path: Path) -> RunLayout:
     layout = make_run(tmp_path / "run")
     assert past_incarnation(layout) == 1
     grow(layout, 6)
+    layout.log("trainer-0", 1).write_text("2026-03-01T12:00:00.000000Z step 6 of 8\n")
     recipe = make_recipe(rollout={"workers": 2})
     write_order(place_order(layout, recipe, Site(name="here", python=sys.executable), tmp_path))
     (tmp_path / "small.yaml").write_text(layout.recipe.read_text())
@@ -118,11 +119,15 @@ def test_everything_that_only_compute_nodes_have_is_blocked(login_node: dict[str
     [
         (("submit", "small.yaml", "--site", "devcluster", "--dry-run"), "#SBATCH hetjob"),
         (("submit", "small.yaml", "--site", "devcluster", "--run-dir", "new"), "run job 101"),
-        (("submit", "small.yaml", "--site", "lumi", "--run-dir", "new", "--set", "slurm.shape=separate"), "rollout job 102"),
+        (
+            ("submit", "small.yaml", "--site", "lumi", "--run-dir", "new", "--set", "slurm.shape=separate"),
+            "rollout job 102",
+        ),
         (("status", "run"), "step"),
         (("cancel", "run"), "was not running"),
         (("resume", "run"), "run job 101"),
         (("scale", "run", "--rollout", "4"), "4 rollout workers"),
+        (("logs", "run"), "step 6 of 8"),
         (("traj", "ls", "run"), "rollout-0"),
         (("traj", "stats", "run"), "reward"),
         (("weights", "ls", "run"), "keyframe"),
