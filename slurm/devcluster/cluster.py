@@ -212,6 +212,7 @@ class Cluster(Client):
         with self._node(name):
             self.daemons.start_nodes([name])
         if wait:
+            wait_until(lambda: bool(self.daemons.slurmd(name)), lambda: f"slurmd of {name}", _UP_WITHIN_S)
             self.wait_nodes([name])
 
     @contextlib.contextmanager

@@ -94,7 +94,7 @@ class Daemons:
         if self.part(MUNGE):
             return
         folder = self.folder
-        if not folder.munge_key.exists():
+        if not folder.munge_key.exists() or not folder.munge_key.stat().st_size:
             folder.munge_key.touch(0o600)
             folder.munge_key.write_bytes(secrets.token_bytes(128))
         # --force: only warn where a directory above the folder is open to others; the key itself is not.
@@ -135,7 +135,12 @@ class Daemons:
         mark = f"{MARK}={self.folder.root}:slurmd/{name}"
         command = [str(_KEEPER), name, str(self.folder.configuration), packages.program("slurmd"), mark]
         directory = self.folder.root / "spool" / name
-        self._start(f"keeper/{name}", [sys.executable, "-I", "-S", *command], name, directory)
+        # A SIGUSR1 before the keeper is ready for it would end it: blocked from its birth, the signal waits instead.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            self._start(f"keeper/{name}", [sys.executable, "-I", "-S", *command], name, directory)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _start(self, part: str, command: list[str], output: str, directory: Path) -> None:
         """In the background, marked as ``part``. The directory matters: it marks what the daemon starts in its turn."""

@@ -21,6 +21,7 @@ from devcluster.folder import ClusterError
 
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
+LOCK = Path("/run/milesbatch-install.lock")
 POLICY = Path("/usr/sbin/policy-rc.d")
 _SYSTEM_PATHS = "/usr/sbin:/sbin:/usr/local/sbin"
 
@@ -69,7 +70,7 @@ def install() -> bool:
         return False
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise ClusterError(f"{', '.join(missing())} not installed\n  what to do: {_advice()}")
-    with open("/run/lock/milesbatch-install" if Path("/run/lock").is_dir() else "/tmp/milesbatch-install", "w") as lock:
+    with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if missing():
             with _no_service_starts():
