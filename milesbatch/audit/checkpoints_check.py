@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from milesbatch.audit.findings import Findings, listed, numbered
+from milesbatch.audit.findings import Findings, files_below, listed, numbered
 from milesbatch.audit.records_check import History
 from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
@@ -55,8 +55,8 @@ def _check_files(layout: RunLayout, manifest: CheckpointManifest, directory: Pat
     for ref in manifest.files:
         findings.verify(directory / ref.path, ref, move=directory, unless=lambda: not path.exists())
     named = {directory / ref.path for ref in manifest.files} | {path}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path not in named and not is_residue(path.name):
+    for path in files_below(directory):
+        if path not in named and not is_residue(path.name):
             findings.note("leftover", path, "the manifest does not name it", move=path)
 
 

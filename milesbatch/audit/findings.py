@@ -6,6 +6,7 @@ violation that names it, and the audit goes on with the next one. The page behin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,11 @@ def listed(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise storage_error(directory, error) from error
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Files in a directory and all below it, in order of their names; what goes away meanwhile is left out."""
+    return sorted(Path(place) / name for place, _, names in os.walk(directory) for name in names)
 
 
 def ranges(numbers: list[int]) -> str:

@@ -235,12 +235,15 @@ def requeue(job_id: str) -> None:
 
 
 def start_soon(job_id: str) -> None:
-    """Take away the delay before a requeued job may start.
+    """Shorten the delay before a requeued job may start, where Slurm lets us.
+
+    Not "now": a job that starts in the second of its requeue was seen to end with "Job credential revoked", for good, seven
+    times of ten on Slurm 22.05; two seconds later it was never seen.
 
     Raises:
         SlurmError: Slurm does not answer, or refuses.
     """
-    run_slurm(["scontrol", "update", f"jobid={job_id}", "StartTime=now"])
+    run_slurm(["scontrol", "update", f"jobid={job_id}", "StartTime=now+2"])
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:

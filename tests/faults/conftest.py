@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
 
-from broken_runs import STOPPED_AT, check_clear, fired, made_once, plan
+from broken_runs import STOPPED_AT, STOPPED_SETTINGS, check_clear, fired, made_once, plan
 from command import QUICK, milesbatch
 
 
@@ -49,19 +49,15 @@ def unbroken(shared: Path, cache: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def stopped(shared: Path, cache: Path) -> Path:
-    """A run that lost its trainer in step 6: checkpoints 2 and 4, versions 0 to 5, and files of step 7 that wait."""
+    """A run that lost its trainer in step 6: checkpoints 3 and 4, versions 0 (retired) to 5, and files of step 7 that wait."""
 
     def make(directory: Path) -> None:
-        point = {"role": "trainer-0", "action": "delay", "seconds": 2}
-        faults = plan(
-            directory / "plan.yaml",
-            {**point, "point": "trainer.published", "nth": STOPPED_AT - 1},  # checkpoint 4 is written meanwhile
-            {**point, "point": "trainer.recorded", "nth": STOPPED_AT},  # the files of step 7 are
-            {"role": "trainer-0", "point": "trainer.recorded", "nth": STOPPED_AT, "action": "kill"},
-        )
-        settings = ("--set", "checkpoint.every=2", "--set", "slurm.max_restarts_without_progress=0")
+        moment = {"role": "trainer-0", "point": "trainer.recorded", "nth": STOPPED_AT}
+        wait = {**moment, "action": "delay", "seconds": 3}  # the files of step 7 are written meanwhile
+        faults = plan(directory / "plan.yaml", wait, {**moment, "action": "kill"})
+        settings = (*STOPPED_SETTINGS, "--set", "slurm.max_restarts_without_progress=0")
         ended = milesbatch("run", QUICK, "--run-dir", directory / "run", *settings, cache=cache, faults=faults)
         check_clear(ended, 1, "trainer-0 died", "SIGKILL")
-        assert len(fired(directory / "run")) == 3
+        assert len(fired(directory / "run")) == 2
 
     return made_once(shared / "stopped", make) / "run"

@@ -41,6 +41,9 @@ from milesbatch.store.takeover import Claimant, Incarnation, take_over
 from milesbatch.trajectories.groups import group_refs
 from milesbatch.weights.reader import is_retired
 
+_COMMITS = ("link batches/", "link 0")
+"""Places of actors that are about to commit a batch record, or a manifest of a version or a checkpoint."""
+
 
 class Violation(AssertionError):
     """The run is not what the model says."""
@@ -227,13 +230,15 @@ class World:
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Another controller starts."""
+    def begin(self, count: int = 0) -> None:
+        """Another controller starts, and takes ``count`` steps."""
         incarnate = Incarnate.__new__(Incarnate)
         controller = Actor("controller", 0, lambda: self._take_over(incarnate))
         incarnate.__init__(controller)  # type: ignore[misc]
         self.model.taking[id(controller)] = (len(self.model.batches), len(self.model.versions))
         self.incarnations.append(incarnate)
+        for _ in range(count):
+            self._step(controller)
 
     def step(self, which: int, count: int) -> None:
         """One process takes ``count`` steps."""
@@ -250,6 +255,20 @@ class World:
             if not actors:
                 return
             self._step(actors[_ % len(actors)])
+
+    def advance_to_commit(self, which: int) -> None:
+        """All processes of one incarnation go on until one of them is about to commit a record or a manifest."""
+        incarnate = self.incarnations[which % len(self.incarnations)]
+        for count in range(400):
+            if any(actor.place.startswith(_COMMITS) for actor in incarnate.actors) or not incarnate.actors:
+                return
+            self._step(incarnate.actors[count % len(incarnate.actors)])
+
+    def commit_late(self, which: int) -> None:
+        """Of those who are about to commit, in an incarnation that is no longer the newest, one does."""
+        late = [a for a in self._actors() if a.place.startswith(_COMMITS) and a.incarnation < self.model.newest]
+        if late:
+            self._step(late[which % len(late)])
 
     def kill(self, which: int) -> None:
         """One process dies; the controller, if it lives, starts the role again."""

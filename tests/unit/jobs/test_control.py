@@ -168,7 +168,7 @@ def test_a_stopped_run_is_queued_again_unless_somebody_ended_it(
     fake.answer("scontrol", f"JobId=33 JobState={state}", when="show job")
     assert control._after(batch(layout), stopped(cause)) == code
     asked = [words for words in fake.said_to("scontrol") if "show" not in words]
-    assert asked == ([("requeue", "33"), ("update", "jobid=33", "StartTime=now")] if requeued else [])
+    assert asked == ([("requeue", "33"), ("update", "jobid=33", "StartTime=now+2")] if requeued else [])
 
 
 def test_a_run_that_may_not_requeue_stops(fake: PreparedSlurm, layout: RunLayout, signals_stay: None) -> None:
