@@ -91,6 +91,8 @@ class AsyncSaver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._staging = _Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Of their own, so that a copy, for which the next update waits, never waits for them.
+        self._chores = ThreadPoolExecutor(1, thread_name_prefix="chores")
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._save: Future[None] | None = None
@@ -138,8 +140,8 @@ class AsyncSaver:
         return self._save is None or self._save.done()
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in the background, behind what was begun before, and before the next save."""
-        self._later.append(self._thread.submit(action))
+        """Run ``action`` in the background, behind those that were put off before."""
+        self._later.append(self._chores.submit(action))
 
     def wait(self) -> None:
         """Return when nothing runs in the background: no save, nothing after it, nothing that was put off.

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milesbatch.cluster.context import runs_directory
 from milesbatch.drill.conduct import conduct
 from milesbatch.drill.page import HEADINGS, cells, page
 from milesbatch.drill.plan import STANDARD, load_drill_plan
@@ -57,6 +58,10 @@ def drill(
         Path | None,
         typer.Option("--keep", metavar="DIR", help="Keep all runs of the drill in this new or empty directory."),
     ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option("--site", help="Drill on this site, by Slurm; default: on this machine.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE.html", help="Also write an HTML page.")
@@ -72,10 +77,10 @@ def drill(
     plan = load_drill_plan(faults)
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report {report}: the directory {report.parent} does not exist", mend="make it first")
-    directory = _directory(keep)
+    directory = _directory(keep, site is not None)
     is_kept = True
     try:
-        verdict = conduct(recipe, plan, tuple(changes or ()), directory, _say)
+        verdict = conduct(recipe, plan, tuple(changes or ()), directory, _say, site)
         is_kept = keep is not None or not verdict.ok
     except InputError:
         is_kept = keep is not None
@@ -96,9 +101,13 @@ def drill(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _directory(keep: Path | None) -> Path:
+def _directory(keep: Path | None, on_site: bool) -> Path:
+    """On a site it must lie where the compute nodes see it: beside the runs."""
     if keep is None:
-        return Path(tempfile.mkdtemp(prefix="milesbatch-drill-"))
+        base = runs_directory().resolve() if on_site else None
+        if base is not None:
+            base.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="milesbatch-drill-", dir=base))
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"--keep {keep}: exists and is not an empty directory", mend="give a new directory")
     keep.mkdir(parents=True, exist_ok=True)

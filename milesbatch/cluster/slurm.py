@@ -208,6 +208,19 @@ def cancel(job_id: str) -> None:
             raise
 
 
+def kill(job_id: str) -> None:
+    """SIGKILL to the batch script and all steps of a job; one that is not running is fine.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    try:
+        run_slurm(["scancel", "--full", "--signal=KILL", job_id])
+    except SlurmError as error:
+        if error.may_be_asked_again:
+            raise
+
+
 def signal_batch(job_id: str, name: str) -> None:
     """Send a signal to the batch script only (``USR1``).
 

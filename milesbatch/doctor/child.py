@@ -46,9 +46,10 @@ def run_probe(probe: str, arguments: Sequence[str] = (), timeout_s: float = 90.0
     except subprocess.TimeoutExpired:
         return ChildAnswer(None, f"it did not end within {timeout_s:.0f} s")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     last = said.strip().splitlines()[-1:]
     try:
         body = json.loads(last[0]) if last else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from milesbatch.drill.command import Command, is_alive, send, still_alive
+from milesbatch.drill.command import StartedRun, is_alive, send, still_alive
 from milesbatch.drill.evidence import Fired, newest_incarnation, unconsumed_files
 from milesbatch.drill.plan import Act
 from milesbatch.errors import EXIT_TEMPFAIL
@@ -41,12 +41,15 @@ class Done:
 class Actor:
     """Does acts to one run."""
 
-    def __init__(self, layout: RunLayout, start_another: Callable[[str], Command]) -> None:
+    def __init__(
+        self, layout: RunLayout, start_another: Callable[[str], StartedRun], by_wall_clock: bool = False
+    ) -> None:
         self._layout = layout
         self._start_another = start_another
+        self._clock = time.time if by_wall_clock else time.monotonic
         self.done = Done()
 
-    def perform(self, acts: Sequence[Act], command: Command, trigger: Fired) -> None:
+    def perform(self, acts: Sequence[Act], command: StartedRun, trigger: Fired) -> None:
         """Do the acts of one point; those that damage share one power cut."""
         damaging = [act for act in acts if act.act in ("flip", "truncate")]
         for act in acts:
@@ -68,14 +71,14 @@ class Actor:
 
     def _fired(self, act: Act, path: Path | None = None) -> None:
         relative = None if path is None else str(path.relative_to(self._layout.root))
-        self.done.fired[act.name] = Fired("drill", 0, round(time.monotonic(), 4), relative)
+        self.done.fired[act.name] = Fired("drill", 0, round(self._clock(), 4), relative)
 
-    def _power_cut(self, acts: Sequence[Act], command: Command, spare: tuple[int, ...] = ()) -> None:
+    def _power_cut(self, acts: Sequence[Act], command: StartedRun, spare: tuple[int, ...] = ()) -> None:
         alive = command.kill_everything(spare)
         for act in acts if alive else ():
             self.done.problems[act.name] = f"processes {alive} survived SIGKILL"
 
-    def _kill_controller(self, act: Act, command: Command) -> None:
+    def _kill_controller(self, act: Act, command: StartedRun) -> None:
         """Its roles must not outlive it."""
         children = command.children()
         self._fired(act)
@@ -85,7 +88,7 @@ class Actor:
             for pid in alive:
                 send(pid, signal.SIGKILL)
 
-    def _second_controller(self, act: Act, command: Command) -> None:
+    def _second_controller(self, act: Act, command: StartedRun) -> None:
         incarnation = newest_incarnation(self._layout)
         self._fired(act)
         began_s = time.monotonic()
@@ -102,7 +105,7 @@ class Actor:
         elif newest_incarnation(self._layout) != incarnation or command.exit_code() not in (None, 0):
             self.done.problems[act.name] = "the second controller disturbed the first"
 
-    def _damage(self, acts: Sequence[Act], command: Command) -> None:
+    def _damage(self, acts: Sequence[Act], command: StartedRun) -> None:
         if any(act.artefact == "trajectory" for act in acts):
             deadline_s = time.monotonic() + max(act.hold_s for act in acts) - 1.0
             while not unconsumed_files(self._layout) and time.monotonic() < deadline_s:
@@ -129,7 +132,7 @@ class Actor:
 
     # -- zombies ----------------------------------------------------------------------------------------------------
 
-    def _make_zombie(self, act: Act, command: Command, trigger: Fired) -> None:
+    def _make_zombie(self, act: Act, command: StartedRun, trigger: Fired) -> None:
         self._fired(act)
         self._power_cut([act], command, spare=(trigger.pid,))
         if is_alive(trigger.pid):

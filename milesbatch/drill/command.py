@@ -14,10 +14,24 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from milesbatch.cluster.context import child_environment
 
 _GONE_S = 30.0
+
+
+class StartedRun(Protocol):
+    """A run that was started: a command on this machine, or a submission (:mod:`milesbatch.drill.on_site`)."""
+
+    @property
+    def log(self) -> Path: ...
+    def exit_code(self) -> int | None: ...
+    def wait(self, timeout_s: float) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def children(self) -> list[int]: ...
+    def kill_everything(self, spare: Collection[int] = ()) -> list[int]: ...
 
 
 @dataclass(slots=True)

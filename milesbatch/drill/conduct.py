@@ -17,6 +17,7 @@ from milesbatch.audit.verdict import Verdict
 from milesbatch.drill.drive import Driven, Order, drive
 from milesbatch.drill.evidence import Outcome, events_of, outcome_of
 from milesbatch.drill.measure import Comparison, Recovery, compare, measure
+from milesbatch.drill.on_site import for_site
 from milesbatch.drill.plan import Act, DrillPlan, DrillRun
 from milesbatch.drill.small import small_form
 from milesbatch.drill.verdict import DrillVerdict, FaultVerdict
@@ -42,8 +43,10 @@ class Drill:
         return self.recipe.determinism == "bitwise"
 
 
-def conduct(recipe_path: Path, plan: DrillPlan, sets: tuple[str, ...], directory: Path, say: Say) -> DrillVerdict:
-    """Break the recipe's small form in every way of ``plan``; all files go below ``directory``.
+def conduct(
+    recipe_path: Path, plan: DrillPlan, sets: tuple[str, ...], directory: Path, say: Say, site: str | None = None
+) -> DrillVerdict:
+    """Break the recipe's small form in every way of ``plan``; all files go below ``directory``, seen by the nodes.
 
     Raises:
         InputError: the recipe, or what the plan sets in it, or what it names cannot be used.
@@ -54,7 +57,10 @@ def conduct(recipe_path: Path, plan: DrillPlan, sets: tuple[str, ...], directory
     for run in plan.runs:
         load_recipe(recipe_path, (*overrides, *run.set))
     say(f"small form of {recipe_path}: {'; '.join(changes)}")
-    order = Order(recipe_path, overrides, directory / "unbroken")
+    if site is not None:
+        plan, left_out = for_site(plan)
+        say(f"on site {site}" + (f"; not possible there: {', '.join(left_out)}" if left_out else ""))
+    order = Order(recipe_path, overrides, directory / "unbroken", site, recipe.steps)
     say(f"the unbroken run: {recipe.steps} steps")
     driven = drive(order, None, say)
     if driven.failure is not None:
@@ -88,18 +94,21 @@ def _items(run: DrillRun) -> Iterator[Fault | Act]:
 
 def _break(drill: Drill, run: DrillRun, directory: Path) -> list[FaultVerdict]:
     driven = drive(replace(drill.order, directory=directory), run, drill.say)
-    verdicts = judge(driven, run, drill.unbroken, drill.recipe.steps, drill.is_bitwise)
+    on_site = drill.order.site is not None
+    verdicts = judge(driven, run, drill.unbroken, drill.recipe.steps, drill.is_bitwise, on_site)
     for verdict in verdicts:
         drill.say(f"    {verdict.fault}: {verdict.word}{''.join(f'; {problem}' for problem in verdict.problems)}")
     return verdicts
 
 
-def judge(driven: Driven, run: DrillRun, unbroken: Outcome, steps: int, is_bitwise: bool) -> list[FaultVerdict]:
+def judge(
+    driven: Driven, run: DrillRun, unbroken: Outcome, steps: int, is_bitwise: bool, on_site: bool = False
+) -> list[FaultVerdict]:
     """One verdict for each fault and act of a run that was driven to its end."""
     proven, problems = _audit(driven)
     comparison = compare(outcome_of(driven.layout, steps), unbroken, is_bitwise)
     whole = (*((driven.failure,) if driven.failure else ()), *problems, *comparison.differences)
-    events = events_of(driven.layout)
+    events = events_of(driven.layout, by_wall_clock=on_site)
     verdicts = []
     for item in _items(run):
         action = item.action if isinstance(item, Fault) else item.act

@@ -13,8 +13,9 @@ from pathlib import Path
 import yaml
 
 from milesbatch.drill.acts import Actor
-from milesbatch.drill.command import Command, start_run
+from milesbatch.drill.command import StartedRun, start_run
 from milesbatch.drill.evidence import Fired, newest_incarnation, read_fired
+from milesbatch.drill.on_site import submit_run
 from milesbatch.drill.plan import HOLD_PREFIX, Act, DrillRun
 from milesbatch.errors import EXIT_TEMPFAIL, EXIT_USAGE
 from milesbatch.store.layout import RunLayout
@@ -31,6 +32,9 @@ class Order:
     overrides: tuple[str, ...]
     directory: Path
     """For this run alone: the run directory ``run``, the fault plan, and what each start said."""
+    site: str | None = None
+    """On this site, by Slurm; None: on this machine."""
+    steps: int = 0
     start_s: float = 600.0
     """Longest time that one start may take."""
 
@@ -63,7 +67,7 @@ class _Drive:
         self._say = say
         self._layout = RunLayout(order.directory / "run")
         self._pending: list[tuple[Act, ...]] = broken.steps() if broken is not None else []
-        self._actor = Actor(self._layout, lambda name: self._start(name, None))
+        self._actor = Actor(self._layout, lambda name: self._start(name, None), order.site is not None)
         self._exits: list[int] = []
 
     def run(self) -> Driven:
@@ -87,7 +91,7 @@ class _Drive:
         done = self._actor.done
         fired = dict(done.fired)
         for fault in self._broken.faults if self._broken is not None else ():
-            record = read_fired(self._layout, fault.name)
+            record = read_fired(self._layout, fault.name, self._order.site is not None)
             if record is not None:
                 fired[fault.name] = record
         seconds = time.monotonic() - began_s
@@ -101,14 +105,17 @@ class _Drive:
         path.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False))
         return path
 
-    def _start(self, name: str, plan: Path | None) -> Command:
+    def _start(self, name: str, plan: Path | None) -> StartedRun:
         overrides = (*self._order.overrides, *(self._broken.set if self._broken is not None else ()))
+        if self._order.site is not None:
+            place = (self._order.recipe, self._layout.root, self._order.site)
+            return submit_run(*place, overrides, self._order.steps, self._log(name), plan)
         return start_run(self._order.recipe, self._layout.root, overrides, self._log(name), plan)
 
     def _log(self, name: str) -> Path:
         return self._order.directory / f"{name}.log"
 
-    def _attend(self, command: Command) -> int | None:
+    def _attend(self, command: StartedRun) -> int | None:
         """Watch a start and do the acts whose moment has come; its exit code, None when it took too long."""
         deadline_s = time.monotonic() + self._order.start_s
         incarnation = newest_incarnation(self._layout)
@@ -128,7 +135,8 @@ class _Drive:
 
     def _check_preempted(self, code: int) -> None:
         name, self._actor.done.preempted = self._actor.done.preempted, None
-        if name is not None and code != EXIT_TEMPFAIL:
+        # On a site the job itself is started again, and this start goes on to the end.
+        if name is not None and code != EXIT_TEMPFAIL and self._order.site is None:
             self._actor.done.problems[name] = f"after SIGTERM the run ended with {code}, not {EXIT_TEMPFAIL}"
 
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Fired:
     """``trainer-0``, or ``drill``."""
     pid: int
     mono_s: float
-    """Monotonic clock of this machine, as in the event logs."""
+    """Monotonic clock of this machine, as in the event logs; on a site of several machines, seconds since 1970."""
     path: str | None = None
     """The file that was damaged, relative to the run."""
 
@@ -49,7 +50,7 @@ class Outcome:
     """Records that cannot be read."""
 
 
-def read_fired(layout: RunLayout, name: str) -> Fired | None:
+def read_fired(layout: RunLayout, name: str, by_wall_clock: bool = False) -> Fired | None:
     """The injector's record of the fault ``name``; None when it has not fired (or is just being recorded)."""
     data = read_optional(fired_path(layout, name))
     try:
@@ -61,13 +62,20 @@ def read_fired(layout: RunLayout, name: str) -> Fired | None:
     path = body.get("path")
     if path is not None:
         path = str(Path(path).relative_to(layout.root.resolve()))
-    return Fired(body["process"], body["pid"], body["mono_s"], path)
+    return Fired(body["process"], body["pid"], _wall_s(body) if by_wall_clock else body["mono_s"], path)
 
 
-def events_of(layout: RunLayout) -> list[Event]:
-    """All events of all processes and incarnations, in order of time."""
+def events_of(layout: RunLayout, by_wall_clock: bool = False) -> list[Event]:
+    """All events of all processes and incarnations, in order of time. ``by_wall_clock``: the processes ran on several
+    machines, whose monotonic clocks cannot be compared; ``mono_s`` is then ``at`` in seconds."""
     events = [event for path in layout.events.glob("*.jsonl") for event, _ in read_events(path) if "mono_s" in event]
+    if by_wall_clock:
+        events = [{**event, "mono_s": _wall_s(event)} for event in events]
     return sorted(events, key=lambda event: float(event["mono_s"]))
+
+
+def _wall_s(event: Event) -> float:
+    return datetime.fromisoformat(event["at"].replace("Z", "+00:00")).timestamp()
 
 
 def outcome_of(layout: RunLayout, steps: int) -> Outcome:

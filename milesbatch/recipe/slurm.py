@@ -155,5 +155,6 @@ class Slurm(Section):
         ge=0,
         description="Seconds for which a process looks for a file that it was told of and does not see yet, or sees in part,"
         " before that counts as lost: shared filesystems show new files late to other nodes. Shorter than the filesystem's"
-        " caches live (NFS: 60), sound files are taken for lost; long, real losses are noticed late.",
+        " caches live (NFS: 60), sound files are taken for lost; long, real losses are noticed late. Nothing is waited for on"
+        " a filesystem that only one host mounts.",
     )

@@ -28,7 +28,8 @@ class Fence:
             FencedError: a newer incarnation exists; stop, and write nothing.
             StorageError: it cannot be known; nothing may be written then either.
         """
-        # Read, not `exists()`: that takes some errors for absence, and opening makes NFS ask its server again.
+        # Read, not `exists()`: that takes some errors for absence. NFS may remember for a minute that the name was missing;
+        # what is committed meanwhile does not count, as what comes between this check and the commit.
         if read_optional(self.layout.incarnation(self.incarnation + 1)) is not None:
             raise FencedError(
                 f"incarnation {self.incarnation} of {self.layout.root} has been taken over by a newer one",

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "end_to_end"))
+sys.path.insert(0, str(Path(__file__).parent / "crash"))
 
 from broken_runs import STOPPED_AT, STOPPED_SETTINGS, check_clear, fired, made_once, plan
 from command import QUICK, milesbatch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from broken_runs import check_clear, check_sound, content, copied
+from broken_runs import STOPPED_SETTINGS, check_clear, check_sound, content, copied
 from command import QUICK, check_equal, events, milesbatch
 
 from milesbatch.errors import RecipeError
@@ -100,7 +100,8 @@ def test_a_temperature_that_nothing_can_be_divided_by(value: str) -> None:
 
 def test_another_number_of_workers_is_honoured(stopped: Path, unbroken: Path, cache: Path, tmp_path: Path) -> None:
     run = copied(stopped, tmp_path / "run")
-    ended = milesbatch("run", QUICK, "--run-dir", run, *flags("rollout.workers=1", "checkpoint.every=2"), cache=cache)
+    settings = (*STOPPED_SETTINGS, *flags("rollout.workers=1"))
+    ended = milesbatch("run", QUICK, "--run-dir", run, *settings, cache=cache)
     assert ended.code == 0, ended.err
     record = json.loads((run / "incarnations" / "000002.json").read_text())
     assert record["recipe_changes"] == {"rollout.workers": 1, "slurm.max_restarts_without_progress": 3}
@@ -114,8 +115,7 @@ def test_what_would_change_the_arithmetic_is_refused(stopped: Path, cache: Path,
     run = copied(stopped, tmp_path / "run")
     before = content(run)
     changed = {"trainer.ranks": 1, "trainer.threads": 2, "rollout.threads": 2, "rollout.sampling.top_k": 3}
-    ended = milesbatch(
-        "run", QUICK, "--run-dir", run, *flags(*(f"{key}={value}" for key, value in changed.items())), cache=cache
-    )
+    settings = (*STOPPED_SETTINGS, *flags(*(f"{key}={value}" for key, value in changed.items())))
+    ended = milesbatch("run", QUICK, "--run-dir", run, *settings, cache=cache)
     check_clear(ended, 2, *(f"{key}: " for key in changed), "may not change in this run")
     assert content(run) == before

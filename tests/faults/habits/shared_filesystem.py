@@ -22,7 +22,7 @@ import errno
 import io
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -571,8 +571,20 @@ class Entry:
         return False
 
 
-class Listing(list[Entry]):
+class Listing:
     """As what ``os.scandir`` returns."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Listing:
+        return self
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def close(self) -> None:
+        return
 
     def __enter__(self) -> Listing:
         return self

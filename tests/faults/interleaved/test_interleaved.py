@@ -26,7 +26,7 @@ from world import Incarnate, Violation, World, fast_directory
 from milesbatch.store.survey import Seals
 
 MOST_INCARNATIONS = 5
-FEW, MANY = 16, 600
+FEW, MANY = 20, 600
 some = st.integers(0, 14)
 
 
@@ -46,7 +46,7 @@ def machine(bitwise: bool, seen: Seen) -> type[RuleBasedStateMachine]:
             self.world.begin(40)
 
         @precondition(lambda self: len(self.world.incarnations) < MOST_INCARNATIONS)
-        @rule(count=st.sampled_from([40, 12, 7, 20, 4, 0]))
+        @rule(count=st.sampled_from([40, 3, 4, 12, 0]))
         def another_controller(self, count: int) -> None:
             self.world.begin(count)
 
@@ -110,9 +110,9 @@ def search(bitwise: bool, examples: int, steps: int, *, shrink: bool = True) -> 
 
 @pytest.mark.parametrize("bitwise", [True, False], ids=["bitwise", "relaxed"])
 def test_no_schedule_breaks_the_protocol(bitwise: bool) -> None:
-    seen = search(bitwise, FEW, 30)
+    seen = search(bitwise, FEW, 40)
     assert seen["runs"] >= FEW
-    assert seen["incarnations"] > 1.5 * seen["runs"] and seen["steps"] > seen["runs"]
+    assert seen["incarnations"] > 1.5 * seen["runs"] and seen["steps"] >= seen["runs"]
     assert seen["FencedError"] > 3 and seen["StoppedToContinue"] > 3, (
         "no zombie has met the fence, or lost its controller"
     )

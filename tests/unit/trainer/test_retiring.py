@@ -185,6 +185,18 @@ def test_a_fenced_trainer_deletes_nothing(layout: RunLayout) -> None:
     assert retire(layout, incarnation=2) == Retired(0, 2, 3)
 
 
+def test_a_fenced_trainer_does_not_tidy_up_either(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(patch, "remove_files", 3)
+        retire(layout)
+    past_incarnation(layout)
+    with pytest.raises(FencedError):
+        retire(layout, incarnation=1)
+    assert 2 in payload(layout)
+    assert retire(layout, incarnation=2) is None
+    assert 2 not in payload(layout)
+
+
 def test_a_full_disk_deletes_nothing(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes, before_commit: object) -> None:
         raise StorageFullError(f"no space for {path}")
@@ -216,6 +228,15 @@ def test_who_needs_a_retired_version_is_told_what_is_kept(layout: RunLayout) -> 
         follower.advance_to(1)
     assert "(3 to 8)" in caught.value.mend
     assert follower.advance_to(3).version == 3
+
+
+def test_no_way_leads_through_retired_versions(layout: RunLayout) -> None:
+    retire(layout)
+    (keyframe,) = layout.weights_version(3).glob("keyframe.*")
+    flip(keyframe, 100)
+    with pytest.raises(CorruptArtefactError, match="version 2 was retired"):
+        rebuild(layout, 4)
+    assert rebuild(layout, 6).version == 6
 
 
 def test_a_worker_that_holds_a_retired_version_goes_on_by_another_way(layout: RunLayout) -> None:
