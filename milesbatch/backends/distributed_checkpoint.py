@@ -50,8 +50,8 @@ class _Staging:
     @torch.no_grad()
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``state`` in CPU memory, valid until the next one is made. What computes ``state`` must have finished."""
-        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in state.values()):
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None and (gpu := _gpu_of(state)) is not None:
+            self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             copied = {key: self._copy(key, value) for key, value in state.items()}
         if self._stream is not None:
@@ -73,6 +73,11 @@ class _Staging:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
+
+
+def _gpu_of(state: Mapping[str, Any]) -> torch.device | None:
+    """The one GPU on which the state lies; None when it is in host memory."""
+    return next((value.device for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda), None)
 
 
 class AsyncSaver:
@@ -113,8 +118,8 @@ class AsyncSaver:
         """
         if self._save is not None:
             raise RuntimeError(f"the save to {self._directory} is not finished; call wait() before start()")
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        if (gpu := _gpu_of(state)) is not None:
+            torch.cuda.current_stream(gpu).synchronize()
         self._directory = directory
         self._is_copied.clear()
         self._save = self._thread.submit(self._copy_and_write, state, directory, afterwards)

@@ -197,8 +197,7 @@ class ControllerLoop:
 
     def _supervisor_stop_now(self) -> None:
         self.hub.stop()
-        for name in [*self._supervisor.running("trainer"), *self._supervisor.running("rollout")]:
-            self._supervisor.children.pop(name).process.kill()
+        self._supervisor.kill_working()
 
     def _check_failures(self) -> None:
         failures = self.hub.failures

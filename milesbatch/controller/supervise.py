@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from milesbatch.cluster.context import RoleContext
@@ -229,13 +230,21 @@ class Supervisor:
         return [name for name, child in self.children.items() if role in (None, child.context.role)]
 
     def kill_all(self) -> None:
-        for role in ("trainer", "rollout", "tracking"):
-            self._kill_role(role)
+        self.kill_working()
+        self._kill_role("tracking")
 
-    def _kill_role(self, role: str) -> None:
-        for name in self.running(role):
-            child = self.children.pop(name)
-            if not child.process.kill():
+    def kill_working(self) -> None:
+        """All but the tracking process, which still has figures to log."""
+        self._kill_role("trainer", "rollout")
+
+    def _kill_role(self, *roles: str) -> None:
+        """All at once: on a cluster each end is waited for."""
+        names = [name for role in roles for name in self.running(role)]
+        ended = [self.children.pop(name) for name in names]
+        with ThreadPoolExecutor(max_workers=max(len(ended), 1)) as pool:
+            proven = list(pool.map(lambda child: child.process.kill(), ended))
+        for name, child, is_proven in zip(names, ended, proven, strict=True):
+            if not is_proven:
                 self._lose_node(child.context, "its processes could not be ended")
             self._hub.forget(name)
 

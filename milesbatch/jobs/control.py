@@ -3,9 +3,10 @@
     who am I (Slurm's environment) -> the nodes and their roles -> make or open the run -> take it over -> controller loop
       -> finished: end its other jobs | stopped: start this job again, or another one without the lost nodes | failed: end
 
-It replaces the shell of the batch script, so that Slurm's signals reach it. Exit status: 0 finished or cancelled, 75 to be
-continued, 1 failed, 2 wrong input; Slurm starts none of these again by itself, only what a node's failure, a preemption or this
-process's own request asks for.
+It replaces the shell of the batch script, so that Slurm's signals reach it (through the guard, whose child it is: a
+controller that is killed is started again). Exit status: 0 finished or cancelled, 75 to be continued, 1 failed, 2 wrong
+input; Slurm starts none of these again by itself, only what a node's failure, a preemption or this process's own request
+asks for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from milesbatch.decisions.going_on import BY_HAND, Exclusions, Next, starts_with
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import EXIT_TEMPFAIL, InputError, MilesbatchError, RunFailedError, RunHeldError, SlurmError
 from milesbatch.jobs.deadline import job_deadline
+from milesbatch.jobs.guard import run_guarded
 from milesbatch.jobs.order import Order, read_order
 from milesbatch.jobs.queue_again import queue_again
 from milesbatch.jobs.submit import end_jobs, scripts_of, submit
@@ -227,20 +229,37 @@ def read_batch(arguments: Sequence[str]) -> Batch:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status of the batch script; the last line of its log says why."""
+    """Exit status of the controller; the last line of its log says why."""
     stamp_output()
     batch = None
     try:
         batch = read_batch(arguments)
         return run_batch(batch)
     except MilesbatchError as error:
-        if (
-            batch is not None and error.exit_code != EXIT_TEMPFAIL
-        ):  # else somebody else holds the run, and may need them
+        # With 75 somebody else holds the run, and may need its rollout jobs.
+        if batch is not None and error.exit_code != EXIT_TEMPFAIL:
             _end_rollout(batch)
         _say(f"error: {error}")
         return error.exit_code
 
 
+def guarded(arguments: Sequence[str]) -> int:
+    """:func:`main` under its guard: exit status of the batch script."""
+    return run_guarded(lambda: main(arguments), lambda number: _controller_killed(arguments, number))
+
+
+def _controller_killed(arguments: Sequence[str], number: int) -> int:
+    """Nothing is lost; the job is started again, unless Slurm is ending it anyway or the recipe does not want that."""
+    stamp_output()
+    _say(f"the controller was killed by {signal.Signals(number).name}")
+    try:
+        batch = read_batch(arguments)
+        if batch.order.recipe.slurm.requeue and _own_state(batch)[0] is JobState.LIVE:
+            queue_again(batch.job.job_id)
+    except MilesbatchError as error:
+        _say(f"error: not queued again: {error}")
+    return EXIT_TEMPFAIL
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded(sys.argv[1:]))

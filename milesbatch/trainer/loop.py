@@ -103,7 +103,10 @@ class TrainerLoop:
             self._maybe_checkpoint(checkpointer, step)
         self._last_checkpoint(checkpointer, step)
         self._pulse.state = "waiting"  # for what runs in the background: no hang, however long it takes
-        checkpointer.close()
+        try:
+            checkpointer.close()
+        except StorageFullError as error:  # what was to be deleted stays; all that must be there is committed
+            self._tell_full(error.what)
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
         _meet()  # a rank that left earlier would look as if it had died
@@ -126,7 +129,7 @@ class TrainerLoop:
                 f"{missing} was committed, and cannot be seen on this host",
                 mend="look whether all nodes see the same run directory; if the file is lost, the next start decides again",
             )
-        settle(layout, incarnations, found)
+        self._patience.until_space(lambda: settle(layout, incarnations, found))
         self._publishing.distrust(lost)
         last_version = min([found.last_version, *(version - 1 for version in lost)])
         plan = plan_resume(found.checkpoints, len(found.batches), last_version)

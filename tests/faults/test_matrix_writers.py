@@ -9,19 +9,22 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import crash_life
 import pytest
 from crash_life import live
 from crash_log import QuickOperations
-from crash_scene import crash_recipe
+from crash_scene import SlowSaver, crash_recipe
 from crash_search import Ending, ending_of, undisturbed
 
 from milesbatch.audit.prove import audit_run
 from milesbatch.errors import StorageError, StorageFullError, StorageReadOnlyError
+from milesbatch.store.durable import AlreadyExistsError
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.operations import Operations, installed
 
@@ -106,9 +109,43 @@ def mutations(tmp_path_factory: pytest.TempPathFactory) -> int:
     return operations.passed
 
 
+class BackgroundSaver(SlowSaver):
+    """As the real one, which works in the background: what goes wrong there is told by ``wait``, and only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._error: StorageError | None = None
+
+    def await_copy(self) -> None:
+        self._try(super().await_copy)
+
+    def later(self, action: Callable[[], None]) -> None:
+        self._try(action)
+
+    @property
+    def is_done(self) -> bool:
+        self._try(super().wait)
+        return True
+
+    def wait(self) -> None:
+        self._try(super().wait)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                action()
+            except StorageError as error:
+                self._error = error
+                self._live, self._waiting, self._afterwards = {}, [], None
+
+
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(crash_life, "SlowSaver", BackgroundSaver)
 
 
 def disturb(root: Path, first: int, number: int, times: int) -> tuple[RunLayout, StorageError | None, list[str]]:
@@ -119,7 +156,7 @@ def disturb(root: Path, first: int, number: int, times: int) -> tuple[RunLayout,
         with installed(operations):
             live(layout, crash_recipe())
     except StorageError as error:
-        assert str(root) in error.what and error.mend, error
+        assert str(root) in error.what, error
         return layout, error, operations.refused
     return layout, None, operations.refused
 
@@ -138,8 +175,11 @@ def places(mutations: int, offset: int) -> Iterator[int]:
 
 def check_full(root: Path, first: int, number: int, times: int, expected: Ending) -> None:
     layout, error, refused = disturb(root, first, number, times)
-    assert len(refused) == times or error is not None, "the fault must have happened"
-    if error is not None:
+    assert refused, "the fault must have happened"
+    if isinstance(error, AlreadyExistsError):
+        # A checkpoint was visible when its directory could not be synced: the trainer is started again, and finds it.
+        assert re.fullmatch(r"sync_directory .*/checkpoints/\d{6}", refused[0]), f"{refused}: {error}"
+    elif error is not None:
         assert isinstance(error, StorageFullError), f"{refused}: {error}"
         at_work = layout.event_log("trainer-0", 1).exists()
         assert not at_work, f"only a start may end for want of space, whoever is at work waits: {refused}: {error}"

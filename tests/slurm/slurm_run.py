@@ -105,12 +105,20 @@ class SlurmRun:
         except OSError:
             return None
         if str(self.directory) in words and "milesbatch.jobs.control" in words:
-            return "controller"
+            return "controller" if self._is_guarded(entry) else "guard"
         if str(self.directory) in words and "milesbatch.jobs.join" in words:
             return "join"
         if variables.get("MILESBATCH_ROLE_RUN_DIRECTORY") != str(self.directory):
             return None
         return f"{variables['MILESBATCH_ROLE_ROLE']}-{variables['MILESBATCH_ROLE_INDEX']}"
+
+    def _is_guarded(self, entry: Path) -> bool:
+        """The controller is the child of a process with the same command line."""
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            return b"milesbatch.jobs.control" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        except OSError:
+            return False
 
     def process(self, wanted: Callable[[str], bool] | str) -> int:
         """Process id of a role; waits until there is one."""

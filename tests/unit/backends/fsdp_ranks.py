@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -194,15 +195,17 @@ def update_waits_for_the_copy(rank: Rank, saver: AsyncSaver) -> None:
 def actions_do_not_hold_up_a_copy(rank: Rank, saver: AsyncSaver) -> None:
     """What is to be done behind a save, and what was put off before it: neither keeps an update waiting."""
     seen: list[str] = []
+    release = threading.Event()
     backend, directory = FsdpBackend(tiny_recipe(), tiny_model(), CPU), rank.directory / "actions"
 
     def afterwards() -> None:
         seen.append("after" if (directory / ".metadata").exists() or rank.rank else "too early")
 
-    saver.later(lambda: (time.sleep(1.0), seen.append("put off"))[1])
+    saver.later(lambda: seen.append("put off" if release.wait(60) else "never released"))
     saver.start(backend.state_dict(), directory, afterwards)
     saver.await_copy()
     rank.seen["copied_before"] = not seen
+    release.set()
     saver.wait()
     rank.seen["actions"] = seen
     saver.later(lambda: rank.directory.joinpath("nowhere", "file").touch())
