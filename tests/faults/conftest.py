@@ -16,11 +16,25 @@ from broken_runs import STOPPED_AT, STOPPED_SETTINGS, check_clear, fired, made_o
 from command import QUICK, milesbatch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real processes on a machine of unknown load: a time limit only ends what hangs."""
+COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Notes what was collected, the deselected included. Real processes on a machine of unknown load: a time limit only ends
+    what hangs."""
+    config.stash[COLLECTED] = frozenset(
+        str(Path(item.fspath)) + "::" + getattr(item, "originalname", "") for item in items
+    )
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def collected(request: pytest.FixtureRequest) -> frozenset[str]:
+    """Tests of this session, also those that it does not run: ``path of the file::function``."""
+    return request.config.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,13 @@ from own_clusters import SETTINGS, end_abandoned, new_cluster
 from slurm_run import STEPS, SlurmRun
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real processes on a machine of unknown load: a time limit only ends what hangs."""
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Nodes ``n1`` to ``n8`` of 4 CPUs and 4 fake GPUs; partitions ``trainer``, ``rollout``, ``rollout_cancel``, ``high``."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import QUICK, Ended, check_equal, kill, wait_until
 from devcluster.cluster import Cluster
 
 STEPS = 40
 SETTINGS = (f"steps={STEPS}", "slurm.heartbeat_s=1", "checkpoint.every=4")
 SHAPES = ("het", "single", "separate")
+HET_AND_MORE = ("het", *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[1:]))
+"""All shapes pass the same tests; where a test takes long, `make test` runs it in one of them and `make test-long` in all."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from command import QUICK
 from slurm_run import SlurmRun
 
@@ -22,6 +23,7 @@ runs:
 """
 
 
+@pytest.mark.long
 def test_a_drill_on_a_site(new_run: Callable[[], SlurmRun], tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)

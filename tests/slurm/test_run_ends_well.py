@@ -25,7 +25,7 @@ def test_submit_to_the_end(new_run: NewRun, unbroken: object, shape: str) -> Non
     assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "finished"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ("separate", *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[:2])))
 def test_requeued_by_hand(new_run: NewRun, unbroken: object, shape: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}")
@@ -37,6 +37,7 @@ def test_requeued_by_hand(new_run: NewRun, unbroken: object, shape: str) -> None
     assert [record["restart_count"] for record in run.incarnations()] == [0, 1]
 
 
+@pytest.mark.long
 def test_time_limits_are_passed_by_a_chain_of_starts(new_run: NewRun, unbroken: object) -> None:
     """Each start saves before Slurm ends it, so that nothing is replayed."""
     run = new_run()
@@ -51,7 +52,7 @@ def test_time_limits_are_passed_by_a_chain_of_starts(new_run: NewRun, unbroken: 
     run.check_no_process_is_left()
 
 
-@pytest.mark.parametrize("now", [True, False], ids=["now", "clean"])
+@pytest.mark.parametrize("now", [pytest.param(True, marks=pytest.mark.long), False], ids=["now", "clean"])
 def test_cancel_ends_everything_and_resume_goes_on(new_run: NewRun, unbroken: object, now: bool) -> None:
     run = new_run()
     run.submit("slurm.shape=separate")

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from command import events, wait_until
 from own_clusters import SETTINGS
-from slurm_run import SHAPES, SlurmRun, is_worker
+from slurm_run import HET_AND_MORE, SlurmRun, is_worker
 
 NewRun = Callable[[], SlurmRun]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", HET_AND_MORE)
 def test_killed_processes_are_replaced_inside_the_job(new_run: NewRun, unbroken: object, shape: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}")
@@ -56,8 +56,17 @@ def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: objec
     assert [record["job_id"] for record in run.incarnations()] == [str(leader)] * 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("role", ["rollout", "trainer"])
+@pytest.mark.parametrize(
+    ("shape", "role"),
+    [
+        ("separate", "rollout"),
+        ("het", "trainer"),
+        pytest.param("het", "rollout", marks=pytest.mark.long),
+        pytest.param("single", "rollout", marks=pytest.mark.long),
+        pytest.param("single", "trainer", marks=pytest.mark.long),
+        pytest.param("separate", "trainer", marks=pytest.mark.long),
+    ],
+)
 def test_a_lost_node(new_run: NewRun, unbroken: object, shape: str, role: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}")
@@ -85,7 +94,7 @@ def test_a_lost_node_that_slurm_notices_late(slow_run: SlurmRun, unbroken: objec
     assert node in run.incarnations()[-1]["cause"]
 
 
-@pytest.mark.parametrize("notice", [True, False], ids=["told", "not-told"])
+@pytest.mark.parametrize("notice", [True, pytest.param(False, marks=pytest.mark.long)], ids=["told", "not-told"])
 def test_preemption(new_run: NewRun, unbroken: object, notice: bool) -> None:
     """The rollout nodes are wanted by others: in one heterogeneous job that takes the whole job."""
     run = new_run(replace(SETTINGS, send_user_signal=notice, grace_s=20))
