@@ -69,11 +69,10 @@ def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: objec
 )
 def test_a_lost_node(new_run: NewRun, unbroken: object, shape: str, role: str) -> None:
     run = new_run()
-    run.submit(f"slurm.shape={shape}")
+    run.submit(f"slurm.shape={shape}", "slurm.trainer.exclusive=true")  # two jobs would share a node here
     run.wait_steps(5)
     node = run.node_of(role)
-    if node == run.node_of("trainer" if role == "rollout" else "rollout"):
-        pytest.fail("both groups on one node: the cluster is too small for this test")
+    assert node != run.node_of("trainer" if role == "rollout" else "rollout")
     before = len(run.incarnations())
     run.cluster.kill_node(node)
     run.finish(unbroken)
