@@ -24,7 +24,8 @@ class EventLog:
     def __init__(self, layout: RunLayout, process: str, incarnation: int) -> None:
         self._path = layout.event_log(process, incarnation)
         self._common = {"process": process, "incarnation": incarnation}
-        make_directory(self._path.parent)  # a host that has not seen it yet sees it then
+        if layout.root.is_dir():
+            make_directory(self._path.parent)  # a host that has not seen it yet sees it then
         try:
             # Unbuffered: a line that finds no space is lost at once, and is not met again in the next write or close.
             self._stream = open(self._path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the process

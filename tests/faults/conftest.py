@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent / "crash"))
 from broken_runs import STOPPED_AT, STOPPED_SETTINGS, check_clear, fired, made_once, plan
 from command import QUICK, milesbatch
 
-
 COLLECTED = pytest.StashKey[frozenset[str]]()
 
 

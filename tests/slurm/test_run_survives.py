@@ -96,7 +96,7 @@ def test_a_lost_node_that_slurm_notices_late(slow_run: SlurmRun, unbroken: objec
 @pytest.mark.parametrize("notice", [True, pytest.param(False, marks=pytest.mark.long)], ids=["told", "not-told"])
 def test_preemption(new_run: NewRun, unbroken: object, notice: bool) -> None:
     """The rollout nodes are wanted by others: in one heterogeneous job that takes the whole job."""
-    run = new_run(replace(SETTINGS, send_user_signal=notice, grace_s=20))
+    run = new_run(replace(SETTINGS, send_user_signal=notice))
     run.submit("slurm.trainer.partition=rollout")
     run.wait_steps(5)
     run.cluster.run(["sbatch", "-p", "high", "-N", "8", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 5"])

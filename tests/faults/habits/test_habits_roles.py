@@ -364,7 +364,8 @@ def test_an_audit_elsewhere_finds_a_sound_run_sound() -> None:
         assert expected.ok, expected.violations
         assert verdict.violations == ()
         assert sorted(map(findings.relative, findings.movable)) == sorted(map(leftovers.relative, leftovers.movable))
-        assert (verdict.steps, verdict.trajectories) == (STEPS, expected.trajectories)
+        assert verdict.trajectories == expected.trajectories
+        assert STEPS - 1 <= verdict.steps <= STEPS, "sound as of a moment ago"
 
     def watch(auditor: RunLayout, operation: str, path: Path) -> None:
         if operation == "sync_directory":  # before the name is there, as `milesbatch watch` looks
