@@ -63,7 +63,15 @@ DOORS = {
 }
 # doctor.child: probes that a broken driver or network may hang need a process of their own with a time limit.
 MODULE_DOORS = {
-    "subprocess": {"cluster.local", "cluster.slurm", "cluster.steps", "preparation", "drill.command", "doctor.child"}
+    "subprocess": {
+        "cluster.local",
+        "cluster.slurm",
+        "cluster.steps",
+        "preparation",
+        "drill.command",
+        "drill.on_site",
+        "doctor.child",
+    }
 }
 
 
