@@ -220,7 +220,10 @@ def main() -> int:
     try:
         processes = multiprocessing.get_context("spawn")
         results = processes.SimpleQueue()
-        ranks = [processes.Process(target=work, args=(index, arguments, directory, results)) for index in range(RANKS)]
+        ranks = [
+            processes.Process(target=work, args=(index, arguments, directory, results), daemon=True)
+            for index in range(RANKS)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:

@@ -44,7 +44,7 @@ def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[s
             else:
                 report(line.rstrip())
         said = process.stderr.read()
-    expected = said.strip().rpartition("error: ")[2]  # with what to do about it
+    expected = _own_error(said)  # with what to do about it
     if process.returncode == InputError.exit_code:
         raise InputError(expected)
     if process.returncode == StorageError.exit_code and expected != said.strip():
@@ -54,6 +54,12 @@ def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[s
             f"preparing the run ended with exit status {process.returncode}", mend=f"it said: {said.strip()[-2000:]}"
         )
     return fingerprints
+
+
+def _own_error(said: str) -> str:
+    """The error that the process ended with; a job step's srun has the last word otherwise."""
+    lines = [line for line in said.strip().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
+    return ("\n" + "\n".join(lines)).rpartition("\nerror: ")[2].strip()
 
 
 def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Callable[[str], None]) -> dict[str, str]:

@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent / "crash"))
 from broken_runs import STOPPED_AT, STOPPED_SETTINGS, check_clear, fired, made_once, plan
 from command import QUICK, milesbatch
 
+from milesbatch.store.fence import Fence
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import open_run
+from milesbatch.trainer.retiring import Retiring
+
 COLLECTED = pytest.StashKey[frozenset[str]]()
 
 
@@ -73,5 +78,12 @@ def stopped(shared: Path, cache: Path) -> Path:
         ended = milesbatch("run", QUICK, "--run-dir", directory / "run", *settings, cache=cache, faults=faults)
         check_clear(ended, 1, "trainer-0 died", "SIGKILL")
         assert len(fired(directory / "run")) == 2
+        retire(RunLayout(directory / "run"))
 
     return made_once(shared / "stopped", make) / "run"
+
+
+def retire(layout: RunLayout) -> None:
+    """Retire what the trainer would have, had it known by then which versions the workers hold; that is a matter of time."""
+    Retiring(layout, open_run(layout, 1).recipe, Fence(layout, 1)).retire(STOPPED_AT - 2, STOPPED_AT - 1)
+    assert layout.weights_retirement(0).exists()

@@ -35,7 +35,13 @@ def start(cluster: Cluster, shared: Path, *words: str) -> subprocess.Popen[str]:
     if "--site" not in words:
         command += ["--site", str(shared.parent / "site.yaml")]
     return subprocess.Popen(
-        command, env={**os.environ, **cluster.env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, **cluster.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background job's children ignore Ctrl-C; a person's do not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

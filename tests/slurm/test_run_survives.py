@@ -126,18 +126,22 @@ def test_slurmctld_restarts(new_run: NewRun, unbroken: object) -> None:
     assert len(run.incarnations()) == 1, run.log()
 
 
-def test_workers_join_and_leave(new_run: NewRun, unbroken: object) -> None:
+def test_workers_join_and_leave(new_run: NewRun) -> None:
     run = new_run()
-    run.submit()
+    run.submit("steps=2000")
     run.wait_steps(3)
     more = run.milesbatch("scale", run.directory, "--rollout", "4")
     assert more.code == 0, more.err
-    joined = lambda: [n for n in run.processes().values() if is_worker(n) and int(n.split("-")[1]) >= 1000]  # noqa: E731
-    wait_until(lambda: len(joined()) == 2, "two workers join")
-    run.wait_new_steps(3)
+    made = lambda: {int(path.name.split(".")[2].split("-")[1]) for path in run.directory.glob("trajectories/*.arrow")}  # noqa: E731
+    run.wait(lambda: max(made(), default=0) >= 1000, "a worker that joined has made trajectories", 240.0)
     fewer = run.milesbatch("scale", run.directory, "--rollout", "2")
     assert fewer.code == 0, fewer.err
-    run.finish(unbroken)
-    workers = {path.name.split(".")[2] for path in (run.directory / "trajectories").glob("*.arrow")}
-    assert any(int(worker.split("-")[1]) >= 1000 for worker in workers), workers
-    assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "finished"
+    wait_until(
+        lambda: not any(int(name.split("-")[1]) >= 1000 for name in filter(is_worker, run.processes().values())), "gone"
+    )
+    run.wait_new_steps(3)
+    assert run.milesbatch("cancel", run.directory).code == 0
+    assert json.loads(run.milesbatch("audit", run.directory, "--json").out)["ok"]
+    assert len(run.incarnations()) == 1
+    assert not run.job_ids()
+    run.check_no_process_is_left()

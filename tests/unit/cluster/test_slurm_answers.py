@@ -206,7 +206,7 @@ def test_the_other_commands(fake: PreparedSlurm) -> None:
     slurm.start_soon("7")
     slurm.comment("7", "a b")
     assert fake.said_to("scancel") == [("--batch", "--signal=USR1", "7")]
-    assert fake.said_to("scontrol") == [("update", "jobid=7", "StartTime=now"), ("update", "jobid=7", "Comment=a b")]
+    assert fake.said_to("scontrol") == [("update", "jobid=7", "StartTime=now+2"), ("update", "jobid=7", "Comment=a b")]
 
 
 # -- no answer --------------------------------------------------------------------------------------------------------
