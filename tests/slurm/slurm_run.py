@@ -87,7 +87,7 @@ class SlurmRun:
             f"{path.name}: {line}"
             for path in sorted((self.directory / "logs").glob("slurm-*.log"))
             for line in path.read_text(errors="replace").splitlines()
-            if "reward" not in line
+            if "tokens/s" not in line
         ]
         return "\n".join(lines[-40:])
 
