@@ -138,6 +138,8 @@ class Hub:
 
     async def lease(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
         deadline_s = time.monotonic() + request.wait_s
+        if (peer := self.peers.get(request.name)) is not None and request.policy_version >= 0:
+            peer.beat = peer.beat.model_copy(update={"policy_version": request.policy_version})
         while True:
             answer = self._lease_now(request)
             if answer.stop or answer.groups or not await self._wait_for_change(deadline_s):

@@ -43,8 +43,8 @@ class Sampling(Section):
         1.0,
         ge=0,
         description="Divides the logits before tokens are drawn. 0 always takes the likeliest token, so that all samples"
-        " of a group are equal and nothing is learned; far above 1 gives noise. Recorded logprobs are those of"
-        " softmax(logits / temperature).",
+        " of a group are equal and nothing is learned (between 0 and 1e-6 is an error); far above 1 gives noise. Recorded"
+        " logprobs are those of softmax(logits / temperature).",
     )
     top_p: float = Field(
         1.0,

@@ -107,7 +107,7 @@ class WorkerLoop:
         while not self._open or (not self._is_bitwise and self._has_room()):
             idle = not self._open
             self._pulse.state = "waiting" if idle else "generating"
-            answer = self._controller.lease([lease.block for lease in self._open])
+            answer = self._controller.lease([lease.block for lease in self._open], self._engine.policy_version)
             if answer.stop:
                 return False
             if answer.groups:

@@ -108,12 +108,15 @@ class PublishedFile:
 
 @contextlib.contextmanager
 def publishing(
-    directory: Path, name: str | Callable[[str], str], before_commit: Callable[[], None] | None = None
+    directory: Path,
+    name: str | Callable[[str], str],
+    before_commit: Callable[[], None] | None = None,
+    needed_bytes: int | None = None,
 ) -> Iterator[PublishedFile]:
     """Write a file through ``.stream`` and commit it as ``directory / name`` when the block ends without an error.
 
     ``name`` may be a function of the content's digest. ``before_commit`` runs when the data is durable and just
-    before it becomes visible (the fencing check belongs there).
+    before it becomes visible (the fencing check belongs there). ``needed_bytes``, about, is told when there is no space.
 
     Durability: on return the file is durable and visible; if killed midway only a ``.tmp-*`` file may be left.
 
@@ -139,7 +142,7 @@ def publishing(
                 current().unlink(temporary)
         current().sync_directory(directory)
     except OSError as error:
-        raise storage_error(directory / name if isinstance(name, str) else directory, error) from error
+        raise storage_error(directory / name if isinstance(name, str) else directory, error, needed_bytes) from error
 
 
 def _create_temporary(directory: Path) -> tuple[Path, BinaryIO]:

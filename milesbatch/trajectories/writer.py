@@ -67,7 +67,8 @@ def write_trajectories(
     def name_of(digest: str) -> TrajectoryName:
         return TrajectoryName(ordered[0].group_id, ordered[-1].group_id, incarnation, worker, content_tag(digest))
 
-    with publishing(layout.trajectories, lambda digest: str(name_of(digest)), before_commit) as file:
+    place = layout.trajectories
+    with publishing(place, lambda digest: str(name_of(digest)), before_commit, needed_bytes=table.nbytes) as file:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_file(file.stream, table.schema, options=options) as sink:
             sink.write_table(table)

@@ -76,10 +76,14 @@ class Controller:
         response.raise_for_status()
         return answer.model_validate_json(response.content)
 
-    def lease(self, holding: Sequence[int]) -> wire.LeaseAnswer:
+    def lease(self, holding: Sequence[int], policy_version: int) -> wire.LeaseAnswer:
         """Ask for another block; waits for one only when nothing is held."""
-        wait_s = 0.0 if holding else _IDLE_WAIT_S
-        request = wire.LeaseRequest(name=self._context.name, wait_s=wait_s, holding=tuple(holding))
+        request = wire.LeaseRequest(
+            name=self._context.name,
+            wait_s=0.0 if holding else _IDLE_WAIT_S,
+            holding=tuple(holding),
+            policy_version=policy_version,
+        )
         return self.ask("lease", request, wire.LeaseAnswer)
 
     def commit(self, request: wire.CommitRequest) -> bool:

@@ -49,6 +49,9 @@ class LeaseRequest(Message):
     """How long the controller may hold the request; 0 asks without waiting."""
     holding: tuple[int, ...]
     """Blocks that the worker is at work on. One that it holds without knowing (the reply was lost) is given again."""
+    policy_version: int = -1
+    """What the worker goes on from; -1 before its first weights. Heard here sooner than with the next heartbeat, so that what
+    an idle worker was about to begin with does not hold weights back that nobody needs."""
 
 
 class LeaseAnswer(Message):

@@ -15,7 +15,11 @@ from milesbatch.wire import messages as wire
 @pytest.mark.parametrize("role", ["rollout-1", "trainer-1"])
 def test_a_process_that_hangs_is_found_by_its_heartbeat(unbroken: Path, cache: Path, tmp_path: Path, role: str) -> None:
     run = tmp_path / "run"
-    command = Command("run", QUICK, "--run-dir", run, "--set", "slurm.heartbeat_s=1", cache=cache)
+    slow = None
+    if role == "rollout-1":  # the other worker can finish the run alone, before the silence is long enough
+        slow = tmp_path / "plan.yaml"
+        slow.write_text("faults: [{role: trainer-0, point: trainer.recorded, nth: 4, action: delay, seconds: 12}]")
+    command = Command("run", QUICK, "--run-dir", run, "--set", "slurm.heartbeat_s=1", cache=cache, faults=slow)
     wait_until((run / "batches" / "000002.json").exists, "step 2 is recorded")
     kill(command.child(role), signal.SIGSTOP)
     ended = command.wait()

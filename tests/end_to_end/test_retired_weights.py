@@ -10,7 +10,7 @@ import pytest
 from command import QUICK, check_equal, digests, events, fates, milesbatch
 
 PLAN = "faults: [{name: slow, role: trainer-0, point: trainer.recorded, nth: 8, action: delay, seconds: 3}]"
-"""So that the controller has heard of the worker's newest version when the last checkpoint is committed."""
+"""So that the worker has asked for more work, and with that told its newest version, when the last checkpoint is committed."""
 
 
 @pytest.fixture(scope="module")

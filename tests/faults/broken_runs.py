@@ -15,8 +15,8 @@ from milesbatch.store.durable import digest_file
 
 STOPPED_AT = 6
 """The step in which the fixture ``stopped`` lost its trainer."""
-STOPPED_SETTINGS = ("--set", "checkpoint.every=1", "--set", "weights.keyframe_every=1")
-"""What it was started with: every start of a copy needs the second one."""
+STOPPED_SETTINGS = ("--set", "weights.keyframe_every=1", "--set", "checkpoint.every=1", "--set", "rollout.workers=1")
+"""What it was started with: every start of a copy needs the first one."""
 
 
 def plan(path: Path, *faults: dict[str, Any]) -> Path:

@@ -86,6 +86,7 @@ def test_a_made_model_can_be_read_by_others(unbroken: Path, cache: Path) -> None
 # -- tracking -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_training_goes_on_without_a_place_for_curves(cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "tracking").mkdir(parents=True)
@@ -117,6 +118,7 @@ def test_a_locked_database_is_said_at_once(tmp_path: Path, monkeypatch: pytest.M
 STRANGE = "a  bé日本 %41#?&=';\"$(touch x)*\n\\[b]\t-"
 
 
+@pytest.mark.long
 def test_a_relative_place_behind_a_link_with_a_name_that_nobody_expects(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "-link").symlink_to("real")

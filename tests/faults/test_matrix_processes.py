@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from broken_runs import check_sound
-from command import QUICK, Command, check_equal, events, kill, milesbatch, wait_until
+from command import QUICK, Command, digests, events, kill, wait_until
 
 
 def test_a_lost_rollout_node_and_then_a_lost_controller(tmp_path: Path, unbroken: Path, cache: Path) -> None:
-    """The trainer goes on with the worker that is left; the controller takes its roles with it, and no state."""
+    """The trainer goes on with the worker that is left; the controller takes its roles with it, and no state.
+
+    How such a run is continued is the same as after a loss of everything (``end_to_end/test_killed.py``).
+    """
     run = tmp_path / "run"
     command = Command("run", QUICK, "--run-dir", run, cache=cache)
     wait_until((run / "batches" / "000002.json").exists, "step 2 is recorded")
@@ -33,7 +36,7 @@ def test_a_lost_rollout_node_and_then_a_lost_controller(tmp_path: Path, unbroken
     ]
     assert meanwhile, "the trainer did not wait for the worker to come back"
 
-    ended = milesbatch("run", QUICK, "--run-dir", run, cache=cache)
-    assert ended.code == 0, ended.err
-    check_equal(run, unbroken)
-    assert check_sound(run, cache)["incarnations"] == 2
+    trained = digests(run)
+    assert len(trained) > 5
+    assert trained == digests(unbroken)[: len(trained)]
+    check_sound(run, cache)

@@ -43,12 +43,13 @@ def rows(run: Path) -> list[dict[str, Any]]:
 BF16 = ("trainer.dtype=bfloat16", "weights.dtype=bfloat16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("estimator", "others"),
     [
         ("k1", (*BF16, "algorithm.entropy_coef=0.01")),
-        pytest.param("k2", ("trainer.gradient_checkpointing=true",), marks=pytest.mark.long),
-        pytest.param("k3", ("algorithm.normalize_advantage=false",), marks=pytest.mark.long),
+        ("k2", ("trainer.gradient_checkpointing=true",)),
+        ("k3", ("algorithm.normalize_advantage=false",)),
     ],
 )
 def test_a_reference_model_and_other_types(
@@ -73,9 +74,8 @@ ALONE = (
 TOGETHER = ("temperature=0", "top_k=1", "top_p=1e-9", "max_new_tokens=1")
 
 
-@pytest.mark.parametrize(
-    "extremes", [TOGETHER, *(pytest.param((one,), marks=pytest.mark.long) for one in ALONE)], ids=",".join
-)
+@pytest.mark.long
+@pytest.mark.parametrize("extremes", [TOGETHER, *((one,) for one in ALONE)], ids=",".join)
 def test_sampling_at_its_edges(tmp_path: Path, cache: Path, extremes: tuple[str, ...]) -> None:
     run, figures = trained(tmp_path, cache, *(f"rollout.sampling.{one}" for one in extremes))
     groups: dict[int, set[tuple[int, ...]]] = {}
@@ -98,15 +98,16 @@ def test_a_temperature_that_nothing_can_be_divided_by(value: str) -> None:
 # -- changes between two starts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_another_number_of_workers_is_honoured(stopped: Path, unbroken: Path, cache: Path, tmp_path: Path) -> None:
     run = copied(stopped, tmp_path / "run")
-    settings = (*STOPPED_SETTINGS, *flags("rollout.workers=1"))
+    settings = (*STOPPED_SETTINGS, *flags("rollout.workers=3"))
     ended = milesbatch("run", QUICK, "--run-dir", run, *settings, cache=cache)
     assert ended.code == 0, ended.err
     record = json.loads((run / "incarnations" / "000002.json").read_text())
-    assert record["recipe_changes"] == {"rollout.workers": 1, "slurm.max_restarts_without_progress": 3}
+    assert record["recipe_changes"] == {"rollout.workers": 3, "slurm.max_restarts_without_progress": 3}
     started = {e["name"] for e in events(run, "controller-0", "process_started") if e["incarnation"] == 2}
-    assert started == {"trainer-0", "trainer-1", "rollout-0"}
+    assert started == {"trainer-0", "trainer-1", "rollout-0", "rollout-1", "rollout-2"}
     check_equal(run, unbroken)
     check_sound(run, cache)
 

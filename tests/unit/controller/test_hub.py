@@ -404,6 +404,19 @@ def test_who_waits_for_lost_groups_hears_of_unreachable_versions() -> None:
     assert asyncio.run(hub.regenerate(question)).unreachable == (1,)
 
 
+def test_an_idle_worker_tells_its_version_with_the_question_for_a_lease() -> None:
+    """Its next heartbeat may come after the last checkpoint; and in bitwise mode it may go back to an older version."""
+    hub = make_hub(9, rollout={"workers": 1})
+    holds(hub, "rollout-0", 3)
+    for version in (7, 4):
+        question = wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=(), policy_version=version)
+        asyncio.run(hub.lease(question))
+        assert hub.oldest_held() == version
+    unknown = wire.LeaseRequest(name="rollout-0", wait_s=0.0, holding=())
+    asyncio.run(hub.lease(unknown))
+    assert hub.oldest_held() == 4
+
+
 # -- what workers hold, for retention -------------------------------------------------------------------------------
 
 
