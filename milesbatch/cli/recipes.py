@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import milesbatch
 from milesbatch.errors import EXIT_NOT_WELL, RecipeError
 from milesbatch.recipe.load import dump_recipe, load_recipe, recipe_digest
 from milesbatch.recipe.models import Recipe
+from milesbatch.recipe.shipped import shipped_recipes
 
 app = typer.Typer(no_args_is_help=True, help="Recipes: list those that are shipped, show one resolved, validate one.")
 
@@ -121,8 +121,7 @@ def find_recipe(text: str) -> Path:
 
 
 def _directories() -> list[Path]:
-    beside = Path(milesbatch.__file__).parent.parent / "recipes"
-    return [directory for directory in (Path("recipes"), beside) if directory.is_dir()]
+    return [directory for directory in (Path("recipes"), shipped_recipes()) if directory.is_dir()]
 
 
 def _row(path: Path) -> RecipeRow:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.errors import InputError
-from milesbatch.recipe.site import shipped_sites
+from milesbatch.recipe.shipped import shipped_sites
 
 _PREFIX = "MILESBATCH_ROLE_"
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

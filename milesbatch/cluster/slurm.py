@@ -42,6 +42,11 @@ class JobFacts:
     comment: str
 
     @property
+    def is_at_time_limit(self) -> bool:
+        """Slurm has ended it, or is ending it, for its time limit (while it ends, only the reason says so)."""
+        return self.state is JobState.TIMED_OUT or (self.state is JobState.ENDING and self.reason == "TimeLimit")
+
+    @property
     def name(self) -> str:
         return self.job_id if self.het_offset == 0 else f"{self.job_id}+{self.het_offset}"
 

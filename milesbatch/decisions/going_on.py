@@ -35,10 +35,12 @@ def what_next(
     ``own_state`` is what Slurm says of this very job. While it runs, only this process knows that it should start again.
     Otherwise Slurm is ending it already: for a preemption or a requeue, which start it again anyway (``is_requeued``: Slurm
     counts another start of it already), or for somebody's ``scancel``, which looks the same to the processes and must not be
-    undone.
+    undone. At a time limit that was not seen coming nobody starts it again, and a job that is over cannot be requeued.
     """
     if is_requeued and not cancelled:
         return Next.LEAVE
+    if own_state is JobState.TIMED_OUT and may_requeue and not cancelled:
+        return Next.REPLACE
     if cancelled or not may_requeue or own_state not in (JobState.LIVE, JobState.UNKNOWN):
         return Next.END
     return Next.REPLACE if nodes_lost else Next.REQUEUE

@@ -177,7 +177,10 @@ def _own_state(batch: Batch) -> tuple[JobState, bool]:
         found = slurm.job(batch.job.job_id)
     except SlurmError:
         return JobState.UNKNOWN, False
-    return (found[0].state, found[0].restarts > batch.job.restart_count) if found else (JobState.UNKNOWN, False)
+    if not found:
+        return JobState.UNKNOWN, False
+    state = JobState.TIMED_OUT if any(part.is_at_time_limit for part in found) else found[0].state
+    return state, found[0].restarts > batch.job.restart_count
 
 
 def _replace(batch: Batch, stop: StopRequest) -> bool:

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-import milesbatch
 from milesbatch.errors import RecipeError, SiteError
 from milesbatch.recipe.inputs import Section
 from milesbatch.recipe.layers import read_layers
@@ -122,11 +121,6 @@ def load_site(name_or_path: str, directories: Sequence[Path]) -> Site:
     if site.template is None:
         return site
     return site.model_copy(update={"template": str(path.absolute().parent / site.template)})
-
-
-def shipped_sites() -> Path:
-    """Where the worked examples lie: ``slurm/sites`` beside the package."""
-    return Path(milesbatch.__file__).parent.parent / "slurm" / "sites"
 
 
 def _find(name_or_path: str, directories: Sequence[Path]) -> Path:

@@ -39,9 +39,9 @@ class SlurmRun:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s)
         return Ended(done.returncode, done.stdout, done.stderr)
 
-    def submit(self, *settings: str) -> None:
+    def submit(self, *settings: str, site: str | Path = "devcluster") -> None:
         options = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
-        ended = self.milesbatch("submit", QUICK, "--site", "devcluster", "--run-dir", self.directory, *options)
+        ended = self.milesbatch("submit", QUICK, "--site", site, "--run-dir", self.directory, *options)
         assert ended.code == 0, ended.err
 
     def job_ids(self) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from command import wait_until
@@ -49,6 +51,34 @@ def test_time_limits_are_passed_by_a_chain_of_starts(new_run: NewRun, unbroken: 
     audit = json.loads(run.milesbatch("audit", run.directory, "--json").out)
     assert audit["ok"]
     assert audit["work_repeated"]["steps_replayed"] == 0, audit
+    run.check_no_process_is_left()
+
+
+BLIND_SQUEUE = """#!/bin/sh
+case "$*" in *%L*) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1;; esac
+exec {squeue} "$@"
+"""
+
+
+@pytest.mark.long
+def test_a_time_limit_that_nobody_saw_coming_is_passed_too(new_run: NewRun, tmp_path: Path) -> None:
+    """Slurm never says how much time is left: the job is over when the controller learns of it, and another one goes on."""
+    run = new_run()
+    blind = tmp_path / "bin" / "squeue"
+    blind.parent.mkdir()
+    squeue = shutil.which("squeue", path=run.cluster.env["PATH"])
+    blind.write_text(BLIND_SQUEUE.format(squeue=squeue))
+    blind.chmod(0o755)
+    site = tmp_path / "site.yaml"
+    site.write_text(f"extends: devcluster\nsetup: ['export PATH={blind.parent}:$PATH']\n")
+    run.submit("slurm.time_limit_minutes=1", f"steps={STEPS * 10}", site=site)
+    first = run.job_ids()
+    run.wait(lambda: len(run.incarnations()) >= 2, "a continuation", 300.0)
+    run.wait_new_steps()
+    assert run.incarnations()[-1]["job_id"] != str(first[0])
+    ended = run.milesbatch("cancel", run.directory)
+    assert ended.code == 0, ended.err
+    assert json.loads(run.milesbatch("audit", run.directory, "--json").out)["ok"]
     run.check_no_process_is_left()
 
 

@@ -17,7 +17,8 @@ from milesbatch.cluster.job_plan import plan_jobs
 from milesbatch.cluster.script import JobBody, rollout_script, run_script
 from milesbatch.errors import SiteError, UsageError
 from milesbatch.recipe.models import Recipe
-from milesbatch.recipe.site import Site, load_site, shipped_sites
+from milesbatch.recipe.shipped import shipped_sites
+from milesbatch.recipe.site import Site, load_site
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = Path("/scratch/me/runs/tiny")

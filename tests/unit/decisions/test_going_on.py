@@ -19,8 +19,9 @@ def chosen(own_state: JobState, *, cancelled: bool = False, lost: bool = False, 
 @pytest.mark.parametrize("state", JobState)
 def test_only_a_job_that_slurm_is_not_ending_goes_on_by_itself(state: JobState) -> None:
     goes_on = state in (JobState.LIVE, JobState.UNKNOWN)
-    assert chosen(state) is (Next.REQUEUE if goes_on else Next.END)
-    assert chosen(state, lost=True) is (Next.REPLACE if goes_on else Next.END)
+    otherwise = Next.REPLACE if state is JobState.TIMED_OUT else Next.END
+    assert chosen(state) is (Next.REQUEUE if goes_on else otherwise)
+    assert chosen(state, lost=True) is (Next.REPLACE if goes_on else otherwise)
 
 
 @pytest.mark.parametrize("state", JobState)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from milesbatch.cli import recipes
 from milesbatch.errors import RecipeError
 from milesbatch.recipe.load import load_recipe
+from milesbatch.recipe.shipped import shipped_recipes
 
 GOOD = (
     "# A small adder.\n# Needs: one core.\n# Tested: every commit.\n"
@@ -80,5 +81,5 @@ def test_shipped_recipes_are_found_beside_the_package_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    beside = Path(recipes.milesbatch.__file__).parent.parent / "recipes"
+    beside = shipped_recipes()
     assert list(recipes.shipped()) == sorted(p for p in beside.glob("*.yaml") if not p.name.startswith("_"))

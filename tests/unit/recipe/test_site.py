@@ -13,7 +13,8 @@ from milesbatch.cluster.job_plan import plan_jobs
 from milesbatch.errors import EXIT_USAGE, SiteError
 from milesbatch.recipe.load import dump_model
 from milesbatch.recipe.models import Recipe
-from milesbatch.recipe.site import Site, load_site, shipped_sites
+from milesbatch.recipe.shipped import shipped_sites
+from milesbatch.recipe.site import Site, load_site
 from milesbatch.recipe.slurm import OWN_OPTIONS
 
 ROOT = Path(__file__).parents[3]
