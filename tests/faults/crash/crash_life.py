@@ -230,11 +230,12 @@ class _WorkerSide:
             )
         )
 
-    def lease(self, holding: Sequence[int]) -> wire.LeaseAnswer:
+    def lease(self, holding: Sequence[int], policy_version: int) -> wire.LeaseAnswer:
         if not self._may_take:
             return wire.LeaseAnswer(stop=not holding)  # in relaxed mode it asks for more while it works
         self._may_take = False
-        answer = _now(self._life.hub.lease(wire.LeaseRequest(name=self._name, wait_s=0.0, holding=tuple(holding))))
+        request = wire.LeaseRequest(name=self._name, wait_s=0.0, holding=tuple(holding), policy_version=policy_version)
+        answer = _now(self._life.hub.lease(request))
         self._took = bool(answer.groups)
         return answer if self._took else wire.LeaseAnswer(stop=not holding)
 
