@@ -56,7 +56,10 @@ def test_a_directory_that_is_not_synced(expected: Ending, tmp_path: Path) -> Non
 
 @contextlib.contextmanager
 def hasty_publishing(
-    directory: Path, name: str | Callable[[str], str], before_commit: Callable[[], None] | None = None
+    directory: Path,
+    name: str | Callable[[str], str],
+    before_commit: Callable[[], None] | None = None,
+    needed_bytes: int | None = None,
 ) -> Iterator[durable.PublishedFile]:
     """A wrong ``durable.publishing``: visible first, durable later."""
     temporary = directory / f"{durable.TEMPORARY_PREFIX}{len(list(directory.iterdir()))}"
