@@ -109,7 +109,7 @@ def work(directory: Path, first: int, count: int) -> None:
 
 def _ask(controller: Controller) -> None:
     while True:
-        controller.lease([])
+        controller.lease([], -1)
 
 
 def floor_share(seconds: float) -> float:

@@ -109,13 +109,14 @@ class Supervisor:
 
     def _told(self) -> list[str]:
         """Who waits for space since the last look, and who does not any more."""
-        troubles = {name: peer.beat.trouble for name, peer in self._hub.peers.items()}
-        words = []
-        for name, trouble in sorted(troubles.items()):
-            if bool(trouble) != (name in self._in_trouble):
-                words.append(f"{name}: {trouble}" if trouble else f"{name} goes on: there is space again")
-        self._in_trouble = {name for name, trouble in troubles.items() if trouble}
-        return words
+        peers = self._hub.peers
+        in_trouble = {name for name, peer in peers.items() if peer.beat.trouble}
+        changed = sorted((in_trouble ^ self._in_trouble) & peers.keys())
+        self._in_trouble = in_trouble
+        return [
+            f"{name}: {peers[name].beat.trouble}" if name in in_trouble else f"{name} goes on: there is space again"
+            for name in changed
+        ]
 
     def look_for_stop(self) -> StopRequest | None:
         """A lost node: the rest of this job cannot make up for it, another job can."""

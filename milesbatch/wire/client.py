@@ -25,9 +25,11 @@ from milesbatch.wire import messages as wire
 A = TypeVar("A", bound=wire.Message)
 _WAIT_S = 5.0
 _IDLE_WAIT_S = 20.0
-_IDLE_PACE = 3
+_IDLE_PACE = 4
 _MISSED_HEARTBEATS = 5
 _RETRY_S = 0.5
+_KEEP_S = 60.0
+"""An idle connection is used again: longer than any pause between heartbeats, shorter than the server's patience."""
 
 
 class Controller:
@@ -43,6 +45,7 @@ class Controller:
                 "x-milesbatch-process": f"{context.name}.{context.attempt}",
             },
             timeout=httpx.Timeout(_WAIT_S * 6, connect=_WAIT_S),
+            limits=httpx.Limits(keepalive_expiry=_KEEP_S),
             trust_env=False,  # a proxy between nodes of one job is never wanted
         )
 
