@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.cluster.local import log_tail
+from milesbatch.cluster.memory import MemoryKills, slurm_says_out_of_memory
 from milesbatch.cluster.port import Launcher, RunningProcess
 from milesbatch.cluster.stamps import since_last_start
 from milesbatch.controller.hub import Hub
 from milesbatch.controller.stopping import StopCause, StopRequest
+from milesbatch.decisions.first_cause import first_cause, may_be_symptom, what_to_try
 from milesbatch.decisions.restarts import RestartPolicy, Verdict
 from milesbatch.errors import FencedError, InputError, RunFailedError
 from milesbatch.recipe.models import Recipe
@@ -27,6 +30,8 @@ from milesbatch.store.layout import RunLayout
 _LOST_HEARTBEATS = 7.5
 """Heartbeats that must fail to come before a process is lost: importing torch can hold a process up for some."""
 _START_S = 180.0
+_SETTLE_S = 1.0
+"""Slurm tells of a step's end up to a second late."""
 _SLURMS_WORDS = ("srun:", "slurmstepd")
 """How lines begin that tell of an end, and not of its cause."""
 
@@ -38,6 +43,8 @@ class Child:
     context: RoleContext
     process: RunningProcess
     started_at_s: float
+    ended_at_s: float = 0.0
+    """When it was first found to have ended, if that was not acted upon at once."""
 
 
 class Supervisor:
@@ -58,6 +65,7 @@ class Supervisor:
         self._lost_nodes: dict[str, str] = {}
         """Node -> why: what ran there is gone, or cannot be proven to be."""
         self._in_trouble: set[str] = set()
+        self._memory = MemoryKills()
         self.children: dict[str, Child] = {}
 
     # -- starting ---------------------------------------------------------------------------------------------------
@@ -97,15 +105,29 @@ class Supervisor:
             self._step_at_last_look = self._hub.last_step
             self._policy.progressed()
         happened = []
-        for name, child in list(self.children.items()):
-            code = child.process.exit_code()
-            if code is None and (reason := self._why_lost(name, child)):
+        codes = {name: child.process.exit_code() for name, child in self.children.items()}
+        ended = {name: code for name, code in codes.items() if code is not None}
+        for name in first_cause(ended):
+            child = self.children.get(name)
+            if child is None or self._may_be_explained(name, child, ended):
+                continue  # the trainer's ranks end together: one of the others was the cause, or is still to show itself
+            happened.append(self._ended(name, child, ended[name], describe_exit(ended[name])))
+        for name in [name for name in codes if name not in ended]:
+            child = self.children.get(name)
+            if child is not None and (reason := self._why_lost(name, child)):
                 if not child.process.kill():
                     self._lose_node(child.context, reason)
                 happened.append(self._ended(name, child, -signal.SIGKILL, reason))
-            elif code is not None and self.children.get(name) is child:
-                happened.append(self._ended(name, child, code, describe_exit(code)))
         return [*happened, *self._forget_silent_guests(), *self._told()]
+
+    def _may_be_explained(self, name: str, child: Child, ended: Mapping[str, int]) -> bool:
+        """Wait a moment before a rank's own error is taken for the cause, while other ranks live that may have caused it."""
+        if child.context.role != "trainer" or not may_be_symptom(ended[name]):
+            return False
+        if all(other in ended for other in self.running("trainer")):
+            return False
+        child.ended_at_s = child.ended_at_s or time.monotonic()
+        return time.monotonic() - child.ended_at_s < _SETTLE_S
 
     def _told(self) -> list[str]:
         """Who waits for space since the last look, and who does not any more."""
@@ -161,7 +183,10 @@ class Supervisor:
         role = child.context.role
         del self.children[name]
         host = self._host_of(child)
-        said = last_error(since_last_start(log_tail(self._layout.log(name, child.context.incarnation))))
+        log = since_last_start(log_tail(self._layout.log(name, child.context.incarnation)))
+        said = last_error(log)
+        if code < 0 and (self._memory.have_grown() or slurm_says_out_of_memory(log)):
+            reason += ", out of memory"
         if name in self._in_trouble and not said:
             said = self._hub.peers[name].beat.trouble  # its log is on the disk that is full
         blocks = self._hub.forget(name)
@@ -178,7 +203,7 @@ class Supervisor:
             if role == "trainer":  # the others wait for it in a collective
                 self._kill_role("trainer")
             return f"{name} ended while stopping ({reason})"
-        self._raise_final(verdict, name, reason, said)
+        self._raise_final(verdict, name if not host else f"{name} on {host}", reason, said)
         if not self._may_restart_at(child.context, reason):
             return f"{name} died ({reason}); its node is lost"
         self._restart(role, child)
@@ -209,7 +234,8 @@ class Supervisor:
             self._start(role, context.index, context.count, threads)
 
     def _raise_final(self, verdict: Verdict, name: str, reason: str, said: str) -> None:
-        log = self._layout.log(name, self._base.incarnation)
+        """``name`` says the host too, where it is known."""
+        log = self._layout.log(name.split()[0], self._base.incarnation)
         if verdict is Verdict.STOP_INPUT:
             raise InputError(said or f"{name} refused its input; see {log}")
         if verdict is Verdict.STOP_HOPELESS:
@@ -222,7 +248,7 @@ class Supervisor:
             raise RunFailedError(
                 f"{name} died {limit + 1} times without a new train step; the last time: {reason}"
                 + (f"\n  it said: {said}" if said else ""),
-                mend=f"read {log}; mend the cause and give the same command again",
+                mend=f"{what_to_try(reason, said) or 'mend the cause'}; read {log}; then give the same command again",
             )
 
     # -- ending -----------------------------------------------------------------------------------------------------

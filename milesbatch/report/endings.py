@@ -14,6 +14,7 @@ from typing import Any
 
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.stamps import since_last_start, split_stamp
+from milesbatch.decisions.first_cause import what_to_try
 from milesbatch.decisions.going_on import BY_HAND, Exclusions
 from milesbatch.records import IncarnationRecord
 from milesbatch.report.sources import Source, batch_logs, read_tail
@@ -51,8 +52,13 @@ class Failure:
     lines: tuple[str, ...]
     """The decisive ones of its log."""
 
+    @property
+    def try_this(self) -> str:
+        """What a person can try; empty when nothing is known that helps."""
+        return what_to_try(self.reason, *self.lines)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"lines": list(self.lines)}
+        return asdict(self) | {"lines": list(self.lines), "try": self.try_this}
 
 
 def last_word(layout: RunLayout, record: IncarnationRecord | None) -> dict[str, Any]:

@@ -307,6 +307,7 @@ def test_a_role_that_made_the_run_fail(layout: RunLayout, slurm: PreparedSlurm) 
         "reason": "exit status 1",
         "log": "logs/trainer-1.i000001.log",
         "lines": ["error: the disk is full"],
+        "try": "",
     }
     assert [(end["name"], end["said"]) for end in body["process_ends"]] == [("trainer-1", "the disk is full")]
 
