@@ -11,6 +11,8 @@ import pytest
 from command import wait_until
 from slurm_run import SHAPES, STEPS, SlurmRun
 
+from milesbatch.recipe.shipped import shipped_sites
+
 NewRun = Callable[[], SlurmRun]
 
 
@@ -70,7 +72,7 @@ def test_a_time_limit_that_nobody_saw_coming_is_passed_too(new_run: NewRun, tmp_
     blind.write_text(BLIND_SQUEUE.format(squeue=squeue))
     blind.chmod(0o755)
     site = tmp_path / "site.yaml"
-    site.write_text(f"extends: devcluster\nsetup: ['export PATH={blind.parent}:$PATH']\n")
+    site.write_text(f"extends: {shipped_sites() / 'devcluster.yaml'}\nsetup: ['export PATH={blind.parent}:$PATH']\n")
     run.submit("slurm.time_limit_minutes=1", f"steps={STEPS * 10}", site=site)
     first = run.job_ids()
     run.wait(lambda: len(run.incarnations()) >= 2, "a continuation", 300.0)
