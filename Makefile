@@ -8,7 +8,7 @@ RECIPE ?= recipes/tiny.yaml
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long crash drill soak check format docs bench clean cluster-up cluster-down cluster-env
+.PHONY: gallery help setup run test test-long crash drill soak check format docs bench clean cluster-up cluster-down cluster-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,10 @@ bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the
 	$(BIN)/python benchmarks/embedded_engine.py
 	$(BIN)/python benchmarks/audit_run.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
+	$(BIN)/python benchmarks/trajectories_at_scale.py
+
+gallery: setup ## pictures of docs/gallery.md, from a run with two injected faults (root: installs Chromium when missing)
+	$(BIN)/python tools/gallery.py
 
 clean: ## remove .venv and caches (never a run)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -27,11 +27,13 @@ from milesbatch.records import (
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.durable import create_exclusively
 from milesbatch.store.fence import Fence
-from milesbatch.store.layout import RunLayout
+from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.store.patience import Patience
 from milesbatch.store.takeover import Claimant, take_over
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trajectories.groups import group_refs
+from milesbatch.trajectories.inflight_schema import BegunSample, InflightMetadata, Life, tokens_digest
+from milesbatch.trajectories.inflight_writer import write_inflight
 from milesbatch.trajectories.schema import FileMetadata
 from milesbatch.trajectories.trajectory import Message, Trajectory
 from milesbatch.trajectories.writer import write_trajectories
@@ -135,6 +137,37 @@ def write_groups(
         samples_per_group=samples,
     )
     return group_refs(layout.trajectory(name))
+
+
+def save_unfinished(
+    layout: RunLayout, groups: Sequence[int], *, incarnation: int = 1, worker: str = "rollout-0", tokens: int = 3
+) -> TrajectoryName:
+    """Save a block: two samples of its first group are begun, with ``tokens`` tokens under version 0."""
+    samples = [
+        BegunSample(
+            group_id=groups[0],
+            sample_index=sample,
+            prompt_digest=tokens_digest((5, 6)),
+            tokens=(7,) * tokens,
+            logprobs=(-0.5,) * tokens,
+            versions=(VersionSpan(0, 0),),
+            weights=(digest_bytes(b"weights 0"),),
+            finish_reason=None,
+            started=START,
+            lives=(Life(incarnation, tokens),),
+        )
+        for sample in range(2)
+    ]
+    name, _ = write_inflight(
+        layout,
+        samples,
+        groups=groups,
+        incarnation=incarnation,
+        worker=worker,
+        metadata=InflightMetadata("run-1", digest_bytes(b"tokenizer")),
+        before_commit=unfenced,
+    )
+    return name
 
 
 # -- batch records --------------------------------------------------------------------------------------------------

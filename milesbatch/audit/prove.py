@@ -13,6 +13,7 @@ from collections import Counter
 
 from milesbatch.audit.checkpoints_check import check_checkpoints
 from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.inflight_check import check_inflight
 from milesbatch.audit.records_check import History, check_batches
 from milesbatch.audit.rules import check_identity
 from milesbatch.audit.seals_check import check_lives
@@ -44,6 +45,7 @@ def examine(layout: RunLayout) -> tuple[Verdict, Findings]:
     versions = check_weights(layout, lives, identity.rules, history, findings)
     checkpoints = check_checkpoints(layout, lives, identity.rules, history, versions, findings)
     experience = check_trajectories(layout, identity, lives, history, versions, findings)
+    check_inflight(layout, history, findings)
     times = add_up_times(layout, findings)
     _note_temporary(layout, findings)
     divergences = checkpoints[-1].divergences if checkpoints else ()

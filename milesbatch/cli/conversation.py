@@ -15,8 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from milesbatch.decisions.fates import Fate
 from milesbatch.errors import ModelError
-from milesbatch.trajectories.trajectory import Trajectory
+from milesbatch.trajectories.trajectory import Message, Trajectory
 
 _BY_PROBABILITY = ((0.9, "green"), (0.5, "cyan"), (0.1, "yellow"), (0.0, "bold red"))
 _BY_VERSION = ("green", "yellow", "cyan", "magenta", "blue", "red")
@@ -63,20 +64,49 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def print_sample(console: Console, trajectory: Trajectory, spell: TokenText | None, colour: Colour) -> None:
-    """Print one sample: facts, messages, then the tokens as the model saw them."""
-    parts: list[RenderableType] = [Text(line) for line in _facts(trajectory)]
-    for message in trajectory.messages:
-        body = Text(f"{message.role}: ", style="bold")
-        body.append(visible(message.content), style="not bold")
-        if message.tool_calls:
-            body.append(f"\n  calls {visible(message.tool_calls)}", style="not bold italic")
-        parts.append(body)
+def print_sample(
+    console: Console,
+    trajectory: Trajectory,
+    spell: TokenText | None,
+    colour: Colour,
+    *,
+    fate: Fate | None = None,
+    note: str = "",
+) -> None:
+    """Print one sample: facts, messages, then the tokens as the model saw them. ``note`` says why it is shown."""
+    parts: list[RenderableType] = [Text(line) for line in _facts(trajectory, fate)]
+    parts += [_message(message) for message in trajectory.messages]
     if trajectory.error is not None:
         parts.append(Text(f"failed: {visible(trajectory.error)}", style="bold red"))
     parts.append(_tokens(trajectory, spell, colour))
     title = f"group {trajectory.group_id}, sample {trajectory.sample_index}"
-    console.print(Panel(Group(*parts), title=title, title_align="left"))
+    if fate is not None:
+        title += f", {fate}"
+    console.print(Panel(Group(*parts), title=Text(title + (f" - {note}" if note else "")), title_align="left"))
+
+
+def _message(message: Message) -> Text:
+    role = visible(message.role) + (f" ({visible(message.tool_call_id)})" if message.tool_call_id else "")
+    body = Text(f"{role}: ", style="bold")
+    body.append(visible(message.content), style="not bold")
+    for call in _calls(message.tool_calls) if message.tool_calls else ():
+        body.append(f"\n  calls {visible(call)}", style="not bold italic")
+    return body
+
+
+def _calls(text: str) -> list[str]:
+    """Tool calls as ``name(arguments) [id]``; the text itself when it has another form."""
+    try:
+        calls = json.loads(text)
+        found = []
+        for call in calls if isinstance(calls, list) else [calls]:
+            function = call.get("function", call)
+            arguments = function["arguments"]
+            said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            found.append(f"{function['name']}({said})" + (f" [{call['id']}]" if call.get("id") else ""))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return [text]
+    return found
 
 
 def legend(colour: Colour) -> Text:
@@ -93,12 +123,20 @@ def legend(colour: Colour) -> Text:
     return line
 
 
-def _facts(trajectory: Trajectory) -> Iterator[str]:
+def _facts(trajectory: Trajectory, fate: Fate | None) -> Iterator[str]:
     parts = ", ".join(f"{visible(name)} {value:g}" for name, value in sorted(trajectory.rewards.items()))
     yield f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {trajectory.finish_reason}"
     spans = ", ".join(f"{span.version} from token {span.start}" for span in trajectory.versions) or "none"
     counts = f"{trajectory.prompt_tokens} + {trajectory.response_tokens} tokens in {trajectory.turns} turns"
-    yield f"{counts}; versions {spans}"
+    lag = (
+        f", staleness {fate.step - 1 - trajectory.versions[0].version}"
+        if fate is not None and trajectory.versions
+        else ""
+    )
+    yield f"{counts}; versions {spans}{lag}"
+    if trajectory.policy_tokens:
+        mean = math.fsum(trajectory.logprobs) / trajectory.policy_tokens
+        yield f"{trajectory.policy_tokens} tokens of the policy, mean logprob {mean:.3f} (perplexity {math.exp(-mean):.3g})"
     yield f"weights {trajectory.weights_digest or 'none'}"
     seconds = (trajectory.ended - trajectory.started).total_seconds()
     yield (

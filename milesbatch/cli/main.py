@@ -14,13 +14,14 @@ from pathlib import Path
 import typer
 
 from milesbatch import __version__
-from milesbatch.cli import recipes, traj, weights
+from milesbatch.cli import catalogue, recipes, traj, weights
 from milesbatch.cli.audit import audit
 from milesbatch.cli.doctor import doctor
 from milesbatch.cli.drill import drill
 from milesbatch.cli.life import cancel, resume, scale
 from milesbatch.cli.logs import logs
 from milesbatch.cli.replay import replay
+from milesbatch.cli.report import report
 from milesbatch.cli.run import run
 from milesbatch.cli.status import status
 from milesbatch.cli.submit import submit
@@ -53,12 +54,14 @@ app.command("status", epilog="Example: milesbatch status runs/tiny --json")(stat
 app.command("watch", epilog="Example: milesbatch watch runs/tiny --every 5")(watch)
 app.command("logs", epilog="Example: milesbatch logs runs/tiny --role trainer -f")(logs)
 app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
+app.command("report", epilog="Example: milesbatch report runs/tiny -o tiny.html")(report)
 app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
 app.command("drill", epilog="Example: milesbatch drill recipes/tiny.yaml --report drill.html")(drill)
 app.command("doctor", epilog="Example: milesbatch doctor --run-dir /scratch/runs --site mycluster")(doctor)
 app.add_typer(traj.app, name="traj")
 app.add_typer(weights.app, name="weights")
 app.add_typer(recipes.app, name="recipes")
+app.add_typer(catalogue.app, name="runs")
 
 
 def main() -> None:

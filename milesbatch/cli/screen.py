@@ -67,6 +67,8 @@ def _head(body: dict[str, Any]) -> list[Row]:
         ("last checkpoint", f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"),
         ("if it died now", f"nothing is lost; {body['would_be_replayed']} steps would be replayed"),
     ]
+    if body["unfinished_saved"]:
+        found.append(("unfinished", f"{body['unfinished_saved']} episodes are saved, to be continued"))
     if body["reward_mean"] is not None:
         lag = body["lag"]
         found.append(
@@ -93,6 +95,7 @@ def _cause(body: dict[str, Any]) -> list[Row]:
         reason = "" if failure["reason"] in str(body["cause"]) else f": {failure['reason']}"
         found.append(("  who", f"{failure['name']}{where}{status}{reason}{log}"))
         found += [("  it said", line) for line in failure["lines"] if line not in str(body["cause"])]
+        found += [("  to try", failure["try"])] if failure.get("try") else []
     return found
 
 

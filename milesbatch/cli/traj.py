@@ -1,165 +1,188 @@
-"""``milesbatch traj``: list trajectory files, read a group as conversations, statistics by step.
+"""``milesbatch traj``: list trajectory files, read samples as conversations, statistics; and the commands of its
+siblings.
 
 Owns the words on the screen. Invariants: with ``--json`` standard output is one JSON document and nothing else; a
 damaged file is reported on standard error and the rest is shown. Imports without torch. The page behind it is
-``docs/format-trajectories.md``.
+``docs/trajectories.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from milesbatch.cli.conversation import Colour, legend, print_sample, token_text
-from milesbatch.cli.runs import find_run
-from milesbatch.errors import EXIT_NOT_WELL, InputError, MilesbatchError, ModelError
-from milesbatch.trajectories.listing import FileRow, Located, find_group, list_files, read_batches
-from milesbatch.trajectories.statistics import StepStatistics, step_statistics
+from milesbatch.analysis.choose import Choice, choose_samples
+from milesbatch.analysis.listing import find_group, list_files, read_samples
+from milesbatch.analysis.scan import TrajectoryScan
+from milesbatch.analysis.statistics import run_statistics
+from milesbatch.cli import traj_compare, traj_export, traj_query
+from milesbatch.cli.conversation import Colour, TokenText, legend, print_sample, token_text
+from milesbatch.cli.traj_run import JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
+from milesbatch.cli.traj_words import file_table, overall_document, print_overall, step_table
+from milesbatch.decisions.fates import Fate
+from milesbatch.errors import InputError, MilesbatchError, ModelError, UsageError
+from milesbatch.store.layout import RunLayout
 from milesbatch.trajectories.trajectory import Trajectory
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Trajectories of a run: list the files, read a group as conversations, statistics by step.",
+    help="Trajectories of a run: list files, read samples, statistics, SQL, compare, export, score again.",
 )
+AllOption = Annotated[bool, typer.Option("--all", help="All rows on the terminal, not only the last ones.")]
+StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Choose samples of this train step.")]
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a name under $MILESBATCH_RUNS.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-_LONGEST_LIST = 8
+
+def _number(name: str, what: str) -> Any:
+    return typer.Option(name, min=1, help=f"Choose this many samples {what}.")
 
 
 @app.command("ls", epilog="Example: milesbatch traj ls runs/tiny")
-def ls(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List the trajectory files: groups, samples, size, who wrote them under which policy versions."""
-    rows, errors = list_files(find_run(run))
+def ls(
+    run: RunArgument, as_json: JsonOption = False, show_all: AllOption = False, verify: VerifyOption = False
+) -> None:
+    """List the trajectory files: groups and their fates, samples, size, who wrote them under which policy versions."""
+    counted = scan_of(run).counted
+    rows, errors = list_files(counted, verify=verify)
     if as_json:
-        _print_json([dataclasses.asdict(row) for row in rows])
+        print_json([_document(row) for row in rows])
     else:
-        Console().print(_file_table(rows))
-    _end(errors)
+        Console().print(file_table(rows, show_all=show_all))
+    end(errors)
 
 
-@app.command("show", epilog="Example: milesbatch traj show runs/tiny 12 --sample 0 --colour version")
+@app.command("show", epilog="Example: milesbatch traj show runs/tiny --step 12 --best 2 --worst 2 --colour version")
 def show(
     run: RunArgument,
-    group: Annotated[int, typer.Argument(metavar="GROUP", min=0, help="Prompt group, as `traj ls` shows it.")],
+    group: Annotated[int | None, typer.Argument(metavar="[GROUP]", min=0, help="Group, as `traj ls` shows it.")] = None,
     sample: Annotated[int | None, typer.Option("--sample", min=0, help="Only this sample of the group.")] = None,
+    step: StepOption = None,
+    best: Annotated[int | None, _number("--best", "with the highest reward")] = None,
+    worst: Annotated[int | None, _number("--worst", "with the lowest reward")] = None,
+    median: Annotated[int | None, _number("--median", "with a reward in the middle")] = None,
+    odd: Annotated[int | None, _number("--odd", "that stand out: failed, longest, shortest, cut off")] = None,
     colour: Annotated[Colour, typer.Option("--colour", "--color", help="What token colours say.")] = Colour.LOGPROB,
     as_json: JsonOption = False,
 ) -> None:
-    """Read one group: each sample as a conversation, its tokens, rewards, policy versions, and the group's fate."""
-    layout = find_run(run)
-    records, errors = read_batches(layout)
-    located, damaged = find_group(layout, group, records)
+    """Read samples as conversations: a group, or those chosen by reward; tokens, rewards, policy versions, fate."""
+    scan = scan_of(run)
+    numbers = {"best": best or 0, "worst": worst or 0, "median": median or 0, "odd": odd or 0}
+    wants_choice = step is not None or any(numbers.values())
+    if (group is None) != wants_choice or (wants_choice and sample is not None):
+        raise UsageError(
+            "which samples? Either a GROUP (with or without --sample), or --step, --best, --worst, --median, --odd",
+            mend="for example `milesbatch traj show RUN 12`, or `milesbatch traj show RUN --step 12 --worst 3`",
+        )
+    if group is not None:
+        _show_group(scan, group, sample, colour, as_json)
+    else:
+        _show_chosen(scan, step, numbers if any(numbers.values()) else {"best": 1, "worst": 1}, colour, as_json)
+
+
+def _show_group(scan: TrajectoryScan, group: int, sample: int | None, colour: Colour, as_json: bool) -> None:
+    layout, located = scan.counted.layout, find_group(scan.counted, group)
     trajectories = [t for t in located.trajectories if sample in (None, t.sample_index)]
     if not trajectories:
         raise InputError(
             f"group {group} has no sample {sample}", mend=f"its samples are 0 .. {len(located.trajectories) - 1}"
         )
+    errors = list(scan.errors)
     if as_json:
-        _print_json(_group_document(located, trajectories))
+        document = {
+            **_fate_document(located.group_id, located.fate),
+            "path": str(located.path),
+            "others": [str(path) for path in located.others],
+            "samples": [_sample_document(trajectory) for trajectory in trajectories],
+        }
+        print_json(document)
     else:
-        console, spell = Console(), None
-        try:
-            spell = token_text(layout.model)
-        except ModelError as error:
-            damaged.append(error)
+        console, spell = Console(), _spelling(layout, errors)
         console.print(Text(f"group {group}: {located.fate or 'pending'}, in {located.path}"), soft_wrap=True)
         for path in located.others:
             console.print(Text(f"may also be in {path}, which does not count"), soft_wrap=True)
         console.print(legend(colour))
         for trajectory in trajectories:
-            print_sample(console, trajectory, spell, colour)
-    _end([*errors, *damaged])
+            print_sample(console, trajectory, spell, colour, fate=located.fate)
+    end(errors)
+
+
+def _show_chosen(
+    scan: TrajectoryScan, step: int | None, numbers: dict[str, int], colour: Colour, as_json: bool
+) -> None:
+    if step is not None and not (scan.counted.step == step).any():
+        raise InputError(
+            f"no trajectory counts for step {step}", mend=f"the last recorded step is {scan.counted.last_step}"
+        )
+    choices = choose_samples(scan, step=step, **numbers)
+    found = read_samples(scan.counted, [(choice.group_id, choice.sample_index) for choice in choices])
+    errors = list(scan.errors)
+    if as_json:
+        print_json([_choice_document(choice, *one) for choice, one in zip(choices, found, strict=True)])
+    else:
+        console, spell = Console(), _spelling(scan.counted.layout, errors)
+        console.print(legend(colour))
+        for choice, (trajectory, fate) in zip(choices, found, strict=True):
+            print_sample(console, trajectory, spell, colour, fate=fate, note=f"{choice.kind}: {choice.why}")
+    end(errors)
 
 
 @app.command("stats", epilog="Example: milesbatch traj stats runs/tiny --json")
-def stats(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Show rewards, lengths and staleness by train step, and how many groups were trained, rejected or failed."""
-    layout = find_run(run)
-    records, errors = read_batches(layout)
-    steps, damaged = step_statistics(layout, records)
+def stats(
+    run: RunArgument,
+    as_json: JsonOption = False,
+    overall: Annotated[bool, typer.Option("--overall", help="Only the whole run, not its steps.")] = False,
+    show_all: AllOption = False,
+    verify: VerifyOption = False,
+) -> None:
+    """Show rewards, lengths, ends, failures, staleness and speed, of the whole run and by train step."""
+    scan = scan_of(run, verify)
+    steps, whole = run_statistics(scan)
     if as_json:
-        _print_json([dataclasses.asdict(step) for step in steps])
+        print_json(overall_document(whole) if overall else [_document(step) for step in steps])
     else:
-        Console().print(_step_table(steps))
-    _end([*errors, *damaged])
+        console = Console()
+        print_overall(console, whole)
+        if not overall:
+            console.print(step_table(steps, show_all=show_all))
+    end(scan.errors)
 
 
-def _end(errors: Sequence[MilesbatchError]) -> None:
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
-    if errors:
-        raise typer.Exit(EXIT_NOT_WELL)
+def _spelling(layout: RunLayout, errors: list[MilesbatchError]) -> TokenText | None:
+    try:
+        return token_text(layout.model)
+    except ModelError as error:
+        errors.append(error)
+        return None
 
 
-def _file_table(rows: Sequence[FileRow]) -> Table:
-    samples, size = sum(row.trajectories for row in rows), sum(row.bytes for row in rows)
-    table = Table(title=f"{len(rows)} files, {samples:,} trajectories, {size:,} bytes")
-    for heading in ("groups", "samples", "failed", "bytes", "worker", "incarnation", "versions", "file"):
-        left = heading in ("worker", "file")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(
-            _brief(row.group_ids),
-            str(row.trajectories),
-            str(row.failed),
-            f"{row.bytes:,}",
-            row.worker,
-            str(row.incarnation),
-            _brief(row.versions),
-            Text(row.path.rpartition("/")[2]),
-        )
-    return table
+def _document(row: Any) -> dict[str, Any]:
+    """A flat value as JSON; not ``asdict``, which copies what it holds, slowly."""
+    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
-def _step_table(steps: Sequence[StepStatistics]) -> Table:
-    table = Table(title=f"{len(steps)} train steps")
-    for heading in ("step", "reward", "std", "length", "staleness", "trained", "rejected", "failed"):
-        table.add_column(heading, justify="right")
-    for step in steps:
-        numbers = (step.reward_mean, step.reward_std, step.length_mean, step.staleness_mean)
-        counts = (step.trained, step.rejected, step.failed)
-        shown = ["-" if number is None else f"{number:.3f}" for number in numbers]
-        table.add_row(str(step.step), *shown, *(str(count) for count in counts))
-    return table
+def _fate_document(group: int, fate: Fate | None) -> dict[str, Any]:
+    return {"group_id": group, "fate": str(fate or "pending"), "step": fate.step if fate else None}
 
 
-def _brief(numbers: Sequence[int]) -> str:
-    """``0-3`` for a gapless run of numbers, else the numbers themselves, the tail cut off."""
-    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]}-{numbers[-1]}"
-    text = ", ".join(str(number) for number in numbers[:_LONGEST_LIST])
-    return text if len(numbers) <= _LONGEST_LIST else f"{text}, ..."
-
-
-def _group_document(located: Located, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    fate = located.fate
-    return {
-        "group_id": located.group_id,
-        "fate": str(fate or "pending"),
-        "step": fate.step if fate else None,
-        "path": str(located.path),
-        "others": [str(path) for path in located.others],
-        "samples": [_sample_document(trajectory) for trajectory in trajectories],
-    }
+def _choice_document(choice: Choice, trajectory: Trajectory, fate: Fate | None) -> dict[str, Any]:
+    why = {"kind": choice.kind, "why": choice.why}
+    return {**_fate_document(choice.group_id, fate), **why, "sample": _sample_document(trajectory)}
 
 
 def _sample_document(trajectory: Trajectory) -> dict[str, Any]:
     document = dataclasses.asdict(trajectory)
-    experts = trajectory.routed_experts
+    experts: Sequence[bytes] | None = trajectory.routed_experts
     document["routed_experts"] = None if experts is None else [entry.hex() for entry in experts]
     document["started"], document["ended"] = trajectory.started.isoformat(), trajectory.ended.isoformat()
     return document
 
 
-def _print_json(document: object) -> None:
-    json.dump(document, sys.stdout, indent=1, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
+app.command("sql", epilog=traj_query.SQL_EXAMPLE)(traj_query.sql)
+app.command("find", epilog=traj_query.FIND_EXAMPLE)(traj_query.find)
+app.command("diff", epilog=traj_compare.DIFF_EXAMPLE)(traj_compare.diff)
+app.command("rescore", epilog=traj_compare.RESCORE_EXAMPLE)(traj_compare.rescore_command)
+app.command("export", epilog="Example: milesbatch traj export runs/tiny -o tiny.parquet")(traj_export.export)

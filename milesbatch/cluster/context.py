@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from milesbatch.errors import InputError
 from milesbatch.recipe.shipped import shipped_sites
@@ -170,6 +171,17 @@ def fault_plan_path() -> Path | None:
 def mlflow_uri(default: str) -> str:
     """``$MLFLOW_TRACKING_URI``, or ``default``."""
     return os.environ.get("MLFLOW_TRACKING_URI") or default
+
+
+def wandb_mode() -> Any:
+    """``$WANDB_MODE``; not set: ``offline``, so that a compute node without a network is no reason to fail."""
+    return os.environ.get("WANDB_MODE") or "offline"
+
+
+def limit_mlflow_waits() -> None:
+    """MLflow's client tries a server for many minutes by default; here another try is made later, with what is new."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 
 def child_environment(threads: int, extra: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.leases import CommitAnswer, LeaseTable
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import GroupRef
+from milesbatch.store.layout import TrajectoryName
 from milesbatch.wire import messages as wire
 
 _STOP_MARGIN_S = 10.0
@@ -66,6 +67,8 @@ class Hub:
         self.ready: dict[int, GroupRef] = {}
         self._decided: set[int] = set()
         self._regeneration = Regeneration()
+        self._saved: dict[int, list[str]] = {}
+        """Block -> files of its unfinished episodes, as found at the take-over."""
         self._accepted: dict[int, set[str]] = {}
         """Block -> the file that its accepted commit named."""
         self.last_step = 0
@@ -83,6 +86,7 @@ class Hub:
         self.step_s = 0.0
         """What the last train step took, without waiting for rollouts."""
         self.is_stopping = False
+        self._told_to_stop: set[str] = set()
         self.warnings = 0
         """How many heartbeats said that their process was warned of its end."""
         self.is_finished = False
@@ -91,7 +95,13 @@ class Hub:
 
     # -- state from disk --------------------------------------------------------------------------------------------
 
-    def restore(self, fates: FateTable, ready: Iterable[GroupRef], last_version: int) -> None:
+    def restore(
+        self,
+        fates: FateTable,
+        ready: Iterable[GroupRef],
+        last_version: int,
+        unfinished: Iterable[TrajectoryName] = (),
+    ) -> None:
         """Take in what a take-over accepted. Published versions stay in use while the trainer is still loading."""
         self.published = last_version
         self._decided = set(fates.fates)
@@ -101,6 +111,10 @@ class Hub:
         done = {self._leases.block_of(group_id) for group_id in (*self._decided, *self.ready)}
         have = self._decided | set(self.ready)
         self._leases.mark_done(b for b in done if all(g in have for g in range(b * size, (b + 1) * size)))
+        for name in () if self.rule.bitwise else unfinished:
+            block = self._leases.block_of(name.first_group)
+            if self._leases.groups(block) == range(name.first_group, name.last_group + 1):
+                self._saved.setdefault(block, []).append(str(name))
 
     # -- heartbeats -------------------------------------------------------------------------------------------------
 
@@ -123,6 +137,8 @@ class Hub:
         active_at_s = now_s if peer is None or moved or waits else peer.active_at_s
         self.peers[beat.name] = Peer(beat, now_s, active_at_s)
         self._unheard.discard(beat.name)
+        if self.is_stopping:
+            self._told_to_stop.add(beat.name)
         return wire.HeartbeatAnswer(stop=self.is_stopping, published=self.published)
 
     def forget(self, name: str) -> list[int]:
@@ -142,12 +158,14 @@ class Hub:
             peer.beat = peer.beat.model_copy(update={"policy_version": request.policy_version})
         while True:
             answer = self._lease_now(request)
+            if answer.stop:
+                self._told_to_stop.add(request.name)
             if answer.stop or answer.groups or not await self._wait_for_change(deadline_s):
                 return answer
 
     def _lease_now(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
         if self.is_stopping or self.is_finished:
-            return wire.LeaseAnswer(stop=True)
+            return wire.LeaseAnswer(stop=True, is_over=self.is_finished)
         now_s = time.monotonic()
         self._leases.expire(now_s)
         lost = [block for block in self._leases.held_by(request.name) if block not in request.holding]
@@ -163,7 +181,8 @@ class Hub:
             block = lease.block
         groups = tuple(self._leases.groups(block))
         version = self.rule.version_for(groups[0]) if self.rule.bitwise else self.published
-        return wire.LeaseAnswer(block=block, groups=groups, version=version)
+        saved = tuple(self._saved.get(block, ()))
+        return wire.LeaseAnswer(block=block, groups=groups, version=version, step=self.last_step + 1, saved=saved)
 
     def _may_start(self, block: int) -> bool:
         fresh = sum(not self.rule.is_stale(group, self.last_step + 1) for group in self.ready.values())
@@ -190,6 +209,7 @@ class Hub:
             # refusing it would quarantine a file that training needs.
             return wire.CommitReply(accepted=self._accepted.get(request.block) == paths)
         self._accepted[request.block] = paths
+        self._saved.pop(request.block, None)
         for group in request.groups:
             if group.group_id not in self._decided:
                 self.ready[group.group_id] = group
@@ -280,6 +300,10 @@ class Hub:
         """Hand out nothing more; every role is told with its next heartbeat or answer."""
         self.is_stopping = True
         self._wake()
+
+    def workers_to_tell(self) -> list[str]:
+        """Rollout workers, those of other jobs included, that have not heard of the stop yet, so that nothing is saved."""
+        return [name for name in self.peers if name.startswith("rollout-") and name not in self._told_to_stop]
 
     def time_to_stop_s(self) -> float:
         """What it takes from the order to stop until everything is saved, as measured in this incarnation, with a margin."""

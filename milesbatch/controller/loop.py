@@ -82,7 +82,7 @@ class ControllerLoop:
         self.hub = Hub(recipe)
         found = incarnation.found
         ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
-        self.hub.restore(found.fates, ready, found.last_version)
+        self.hub.restore(found.fates, ready, found.last_version, incarnation.unfinished)
         token = secrets.token_hex(16)
         self._server = ControllerServer(self.hub, token, incarnation.number, launcher.address, self._progress)
         write_secret(layout.token(incarnation.number), token.encode())
@@ -159,7 +159,8 @@ class ControllerLoop:
                     "trainer"
                 ):  # the state is saved: workers may still end what is nearly done
                     stop_by_s = min(stop_by_s, now_s + _WORKERS_S)
-                working = self._supervisor.running("trainer") or self._supervisor.running("rollout")
+                running = self._supervisor.running
+                working = running("trainer") or running("rollout") or self.hub.workers_to_tell()
                 if not working or now_s > stop_by_s or (asked is not None and asked.at_once):
                     return Ending(stop)
             await asyncio.sleep(_LOOK_S)
@@ -232,6 +233,7 @@ class ControllerLoop:
             last_version=found.last_version,
             checkpoints=found.checkpoints,
             ready_files=len(found.ready_files),
+            unfinished_files=len(self._incarnation.unfinished),
             quarantined=list(self._incarnation.quarantined),
         )
         for path, reason in self._incarnation.quarantined:

@@ -29,8 +29,9 @@ from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import frozen_recipe, read_run_record
 from milesbatch.store.sight import sight_of
-from milesbatch.store.survey import Survey, read_incarnations
+from milesbatch.store.survey import read_incarnations
 from milesbatch.store.takeover import Claimant, Incarnation, take_over
+from milesbatch.store.unfinished import take_up_unfinished
 
 Say = Callable[[str], None]
 HolderIsGone = Callable[[IncarnationRecord], bool]
@@ -82,7 +83,9 @@ def control(
     arm_from(fault_plan_path(), "controller-0", layout)  # first: a bad plan must not cost an incarnation
     sight = sight_of(layout.root, recipe.slurm.visible_wait_s, say)
     incarnation = take_over(layout, claimant, recipe_changes, holder_is_gone, sight)
-    say(f"incarnation {incarnation.number} of {layout.root}: {_found(incarnation.found)}")
+    if recipe.determinism == "relaxed":
+        incarnation = take_up_unfinished(layout, incarnation, sight)
+    say(f"incarnation {incarnation.number} of {layout.root}: {_found(incarnation)}")
     point("controller.taken_over")
     if orphans := end_orphans(layout.root, incarnation.number):
         say(f"ended processes that an earlier incarnation left behind: {', '.join(map(str, orphans))}")
@@ -139,8 +142,11 @@ def _check_fingerprints(record: RunRecord, wanted: Recipe) -> None:
             )
 
 
-def _found(found: Survey) -> str:
+def _found(incarnation: Incarnation) -> str:
+    found, saved = incarnation.found, len(incarnation.unfinished)
+    unfinished = f", {saved} files of unfinished episodes" if saved else ""
     if not found.batches:
-        return "starts from the beginning"
+        return f"starts from the beginning{unfinished}"
     steps, checkpoint = len(found.batches), max(found.checkpoints, default=0)
-    return f"{steps} steps recorded, last checkpoint {checkpoint}, {len(found.ready_files)} unused trajectory files"
+    unused = f"{len(found.ready_files)} unused trajectory files"
+    return f"{steps} steps recorded, last checkpoint {checkpoint}, {unused}{unfinished}"

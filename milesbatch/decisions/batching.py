@@ -36,9 +36,13 @@ class BatchRule:
         """The one version that may make this group in bitwise mode."""
         return max(0, self.step_of_group(group_id) - 1 - self.staleness)
 
+    def oldest_for(self, step: int) -> int:
+        """Oldest policy version that may have drawn a token of ``step``, in relaxed mode."""
+        return step - 1 - self.staleness
+
     def is_stale(self, group: GroupRef, step: int) -> bool:
         """Is the group's oldest token too old for ``step``? Never in bitwise mode, where the version is fixed."""
-        return not self.bitwise and group.version_min < step - 1 - self.staleness
+        return not self.bitwise and group.version_min < self.oldest_for(step)
 
     def may_start(self, group_id: int, *, published: int, steps_left: int, waiting: int) -> bool:
         """May work on this group start, given the newest published version, the steps that are not recorded yet, and how

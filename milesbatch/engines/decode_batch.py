@@ -4,8 +4,9 @@ Owns: the forward passes and the order of the rows. Never: waits, or touches wei
 without holes, and their order and tensors are a pure function of the calls made so far; so are the bits of the result,
 for the same weights and number of threads.
 
-A prompt is prefilled without its last token. That token is fed by the next decoding step, together with the newest
-tokens of the running rows: every token is drawn by the same code, and siblings with one prompt share its prefill.
+A prompt (with what was begun of the response) is prefilled without its last token. That token is fed by the next decoding
+step, together with the newest tokens of the running rows: every token is drawn by the same code, and siblings with one
+prompt share its prefill.
 Refilling between two steps is the iteration-level scheduling of Orca (Yu et al., OSDI 2022).
 """
 
@@ -162,7 +163,7 @@ class DecodeBatch:
         source: list[int] = []
         longest = 0
         for row in self._rows[first:]:
-            fed = row.request.prompt_tokens[:-1]
+            fed = row.request.context_tokens[:-1]
             padded = max(longest, len(fed)) * (len(distinct) + (fed not in distinct))
             if source and padded > _PREFILL_TOKENS:
                 break
@@ -191,9 +192,7 @@ class DecodeBatch:
     def _ended(self) -> dict[int, FinishReason]:
         ended: dict[int, FinishReason] = {}
         if self._steps >= self._next_full:
-            full = (
-                i for i, row in enumerate(self._rows) if self._generated(row) >= row.request.sampling.max_new_tokens
-            )
+            full = (i for i, row in enumerate(self._rows) if self._generated(row) >= row.request.tokens_left)
             ended.update(dict.fromkeys(full, "length"))
         ended.update(dict.fromkeys(self._state.stopped(len(self._rows)), "stop"))
         if self._any_stop_text:
@@ -207,7 +206,7 @@ class DecodeBatch:
             stop = row.request.sampling.stop
             if stop:
                 start = len(row.request.prompt_tokens) - 1
-                end = start + self._generated(row)
+                end = start + len(row.request.begun) + self._generated(row)
                 # A token is at least a byte of text, so a stop text reaches back at most its bytes.
                 reach = max(len(text.encode()) for text in stop) + _TAIL_MARGIN
                 text = self._stop_text(self._state.tokens[index, max(start, end - reach) : end].tolist())
@@ -236,7 +235,7 @@ class DecodeBatch:
 
     def _completion(self, index: int, reason: FinishReason) -> Completion:
         row = self._rows[index]
-        start = len(row.request.prompt_tokens) - 1
+        start = len(row.request.context_tokens) - 1
         drawn = slice(start, start + self._generated(row))
         tokens: list[int] = self._state.tokens[index, drawn].tolist()
         logprobs: list[float] = self._state.logprobs[index, drawn].tolist()
@@ -257,8 +256,8 @@ class DecodeBatch:
         self._state.note_needs(requests)
         self._any_stop_text = any(request.sampling.stop for request in requests)
         # Positions that the next step attends over, and the first step after which a row is full.
-        self._longest = max((len(row.request.prompt_tokens) + self._generated(row) for row in self._rows), default=0)
-        self._next_full = min((row.started + row.request.sampling.max_new_tokens for row in self._rows), default=0)
+        self._longest = max((len(row.request.context_tokens) + self._generated(row) for row in self._rows), default=0)
+        self._next_full = min((row.started + row.request.tokens_left for row in self._rows), default=0)
 
 
 def _check_model(model: Any, max_length: int) -> None:

@@ -35,11 +35,28 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to continue. ``seed`` decides every draw: same weights, same request, same batch -> same tokens."""
+    """One sequence to continue. ``seed`` decides every draw: same weights, same request, same batch -> same tokens.
+
+    ``begun`` are tokens of the response that were drawn before, by whatever engine. They count towards ``max_new_tokens``,
+    stop texts may reach back into them, and the next draw is the one that would have followed: a response that is
+    interrupted and continued under the same weights is the one that it would have been. A completion holds what is drawn
+    after them.
+    """
 
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    begun: tuple[int, ...] = ()
+
+    @property
+    def context_tokens(self) -> tuple[int, ...]:
+        """What is there before the first token is drawn."""
+        return self.prompt_tokens + self.begun
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still be drawn."""
+        return self.sampling.max_new_tokens - len(self.begun)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ def check_requests(
     """
     for place, request in enumerate(requests):
         problem = _length_problem(request, max_length) or _sampling_problem(request.sampling)
-        if problem is None and not (min(request.prompt_tokens) >= 0 and max(request.prompt_tokens) < vocab_size):
-            problem = f"its prompt has token ids outside 0 .. {vocab_size - 1}"
+        if problem is None and not (min(request.context_tokens) >= 0 and max(request.context_tokens) < vocab_size):
+            problem = f"its prompt, or what was begun, has token ids outside 0 .. {vocab_size - 1}"
         if problem is None and request.sampling.stop and not has_detokenizer:
             problem = f"stop texts {request.sampling.stop} need an engine that was given a detokenizer (stop_text)"
         if problem is not None:
@@ -38,6 +38,8 @@ def _length_problem(request: GenerationRequest, max_length: int) -> str | None:
         return f"max_new_tokens is {new}; at least 1 is needed"
     if prompt + new > max_length:
         return f"prompt of {prompt} tokens and max_new_tokens {new} are more than the context of {max_length}"
+    if request.tokens_left < 1:
+        return f"{len(request.begun)} tokens were begun, and max_new_tokens is {new}; at least one must be left to draw"
     return None
 
 

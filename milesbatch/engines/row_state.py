@@ -48,11 +48,11 @@ class RowState:
             setattr(self, name, new)
 
     def fill(self, first: int, requests: Sequence[GenerationRequest]) -> None:
-        """Prepare rows ``first`` and on for ``requests``; the last prompt token is what each row is fed next."""
+        """Prepare rows ``first`` and on for ``requests``; the last token of its context is what each row is fed next."""
         rows = slice(first, first + len(requests))
         samplings = [request.sampling for request in requests]
-        starts = [len(request.prompt_tokens) - 1 for request in requests]
-        self.last[rows] = self._put([request.prompt_tokens[-1] for request in requests], torch.int64)
+        starts = [len(request.context_tokens) - 1 for request in requests]
+        self.last[rows] = self._put([request.context_tokens[-1] for request in requests], torch.int64)
         self.position[rows] = self._put(starts, torch.int64)
         self.temperature[rows] = self._put([s.temperature or 1.0 for s in samplings], torch.float32)
         self.greedy[rows] = self._put([s.temperature == 0 for s in samplings], torch.bool)
@@ -61,8 +61,10 @@ class RowState:
         self._fill_stop_ids(rows, [s.stop_token_ids for s in samplings])
         uniforms = np.zeros((len(requests), self.uniforms.shape[1]))
         for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
-            count = request.sampling.max_new_tokens
-            uniforms[row, start : start + count] = response_uniforms(request.seed, count)
+            count, drawn = request.sampling.max_new_tokens, len(request.begun)
+            uniforms[row, start : start + count - drawn] = response_uniforms(request.seed, count)[drawn:]
+            if drawn:  # a stop text may have begun in them
+                self.tokens[first + row, start - drawn : start] = self._put(request.begun, torch.int64)
         self.uniforms[rows] = torch.from_numpy(uniforms).to(self._device)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -36,7 +36,18 @@ OPERATIONS = (
     "remove_directory",
 )
 """Mutations of files that are points, as in ``store/operations.py``; ``write`` is each write to a new file."""
-KINDS = ("run", "incarnations", "trajectories", "batches", "weights", "checkpoints", "events", "model", "quarantine")
+KINDS = (
+    "run",
+    "incarnations",
+    "trajectories",
+    "inflight",
+    "batches",
+    "weights",
+    "checkpoints",
+    "events",
+    "model",
+    "quarantine",
+)
 """What the file belongs to: its directory in the run; ``run`` is the run directory itself."""
 
 Action = Literal["kill", "stop", "outlive", "exit", "raise", "delay", "enospc", "eio", "flip", "truncate", "partition"]

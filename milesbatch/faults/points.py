@@ -23,6 +23,7 @@ POINTS: dict[str, str] = {
     "rollout.generated": "all samples of a lease are generated; nothing was written",
     "rollout.written": "the trajectory file is committed; the controller was not told",
     "rollout.committed": "the controller was told of the trajectory file",
+    "rollout.saved": "unfinished episodes of a block are saved; earlier files of the block are still there",
     "wire.send": "a role is about to send a message to the controller",
 }
 

@@ -277,13 +277,14 @@ class Algorithm(Section):
 class Tracking(Section):
     """Where curves go."""
 
-    kind: Literal["mlflow", "none"] = Field(
+    kind: Literal["mlflow", "tensorboard", "wandb", "none"] = Field(
         "mlflow",
         description="Where metrics go: `mlflow` writes to `MLFLOW_TRACKING_URI`, or to SQLite in the run directory when that"
-        " is not set; `none` keeps only the run's own event log.",
+        " is not set; `tensorboard` writes event files in the run directory; `wandb` an offline W&B run there, or online with"
+        " `WANDB_MODE=online`; `none` keeps only the run's own event log.",
     )
     experiment: str = Field(
-        "milesbatch", min_length=1, description="Name of the MLflow experiment that the run appears in."
+        "milesbatch", min_length=1, description="Name of the MLflow experiment, or the W&B project, of the run."
     )
 
 

@@ -26,6 +26,7 @@ from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
 from milesbatch.store.survey import Seals, read_incarnations
+from milesbatch.trajectories.inflight_reader import unfinished_episodes
 
 
 def run_status(layout: RunLayout) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class StatusReader:
             "waiting_for": live.get("waiting_for"),
             "tokens_per_s": live.get("tokens_per_s"),
             "would_be_replayed": max(step - max(checkpoint, 0), 0),
+            "unfinished_saved": unfinished_episodes(layout),
             "slurm": condition.queue.word,
             "jobs": [job.to_json() for job in condition.queue.jobs],
             "excluded_nodes": excluded_nodes(layout, incarnations, limit),

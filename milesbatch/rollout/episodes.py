@@ -17,6 +17,7 @@ from milesbatch.environments.judge import Judge, Judgement
 from milesbatch.environments.prompts import Prompt, PromptStream, encode_prompt
 from milesbatch.ids import VersionSpan
 from milesbatch.recipe.models import PretrainedModel, Recipe
+from milesbatch.trajectories.inflight_schema import BegunSample
 from milesbatch.trajectories.trajectory import Message, Trajectory
 
 
@@ -28,6 +29,13 @@ class Episode:
     sample_index: int
     prompt: Prompt
     request: GenerationRequest
+    begun: BegunSample | None = None
+    """What earlier incarnations drew of it; ``request`` goes on after that."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Was it generated to its end by an earlier incarnation, and not recorded?"""
+        return self.begun is not None and self.begun.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class EpisodeRunner:
         started: datetime,
         ended: datetime,
     ) -> list[Trajectory]:
-        """Judge the responses and make the trajectories; ``digests`` maps policy versions to their weights digests."""
+        """Judge the whole responses and make the trajectories; ``digests`` maps policy versions to their weights digests."""
         texts = [self._text(completion) for completion in completions]
         judgements = self._judge.judge_all([(e.prompt, text) for e, text in zip(episodes, texts, strict=True)])
         return [
@@ -123,10 +131,19 @@ class EpisodeRunner:
             seed=episode.request.seed,
             worker=self._recorder.worker,
             incarnation=self._recorder.incarnation,
-            started=started,
+            started=started if episode.begun is None else episode.begun.started,
             ended=ended,
             prompt_tokens=len(prompt),
             response_tokens=len(response),
             error=judgement.error,
-            env={"answer": episode.prompt.answer, **episode.prompt.env},
+            env={"answer": episode.prompt.answer, **episode.prompt.env, **_continued_from(episode)},
         )
+
+
+def _continued_from(episode: Episode) -> dict[str, Any]:
+    """Which earlier incarnations drew the beginning of the response, and up to which of its tokens."""
+    if episode.begun is None:
+        return {}
+    return {
+        "continued_from": [{"incarnation": life.incarnation, "tokens": life.tokens} for life in episode.begun.lives]
+    }

@@ -45,6 +45,10 @@ class WeightsReach:
         self._events = events
         self._is_bitwise = is_bitwise
 
+    def published_digest(self, version: int) -> str | None:
+        """As :meth:`milesbatch.weights.follower.Follower.published_digest`."""
+        return self._follower.published_digest(version)
+
     def reach(self, version: int) -> VerifiedWeights:
         """Proven weights of ``version``, or of a newer one without bitwise mode.
 

@@ -19,7 +19,8 @@ TRAJECTORY_END = b"ARROW1"
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryName:
-    """What a trajectory file's name says: its groups, who wrote it and in which incarnation, and a tag of its content."""
+    """What the name of a file of trajectories, or of unfinished episodes, says: its groups, who wrote it and in which
+    incarnation, and a tag of its content."""
 
     first_group: int
     last_group: int
@@ -143,7 +144,11 @@ class RunLayout:
 
     @property
     def inflight(self) -> Path:
+        """Unfinished episodes that a stop interrupted; the names are of the same form as those of trajectory files."""
         return self.root / "inflight"
+
+    def unfinished(self, name: TrajectoryName | str) -> Path:
+        return self.inflight / str(name)
 
     @property
     def events(self) -> Path:

@@ -23,7 +23,7 @@ from milesbatch.errors import MilesbatchError, RunHeldError, StorageError
 from milesbatch.records import IncarnationRecord
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import create_exclusively, make_directory, read_optional, sweep_temporary
-from milesbatch.store.layout import RunLayout
+from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.store.liveness import is_alive, process_started
 from milesbatch.store.removal import take_away
 from milesbatch.store.settle import settle
@@ -52,6 +52,8 @@ class Incarnation:
     """What was accepted at the take-over."""
     quarantined: tuple[tuple[str, str], ...]
     """What was moved out of the way, and why."""
+    unfinished: tuple[TrajectoryName, ...] = ()
+    """Files of unfinished episodes that may be continued, see :func:`milesbatch.store.unfinished.take_up_unfinished`."""
 
     @property
     def number(self) -> int:

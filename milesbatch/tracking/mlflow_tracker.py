@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from milesbatch.cluster.context import limit_mlflow_waits
 from milesbatch.errors import StorageError
 from milesbatch.store.run import OpenRun
 
@@ -32,6 +33,7 @@ class MlflowTracker:
         Raises:
             StorageError: the tracking server or database cannot be used; so do all other methods.
         """
+        limit_mlflow_waits()
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._uri = uri
         if uri.startswith("sqlite:///") and not set(uri) & set("?%#"):

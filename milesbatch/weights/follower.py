@@ -72,8 +72,16 @@ class Follower:
         Raises:
             CorruptArtefactError: its manifest is damaged.
         """
+        return self.published_digest(version) is not None
+
+    def published_digest(self, version: int) -> str | None:
+        """Weights digest of ``version`` as it is published; None when no version of that number counts.
+
+        Raises:
+            CorruptArtefactError: its manifest is damaged.
+        """
         manifest = read_manifest(self._layout, version)
-        return manifest is not None and self._accept(manifest)
+        return manifest.weights_digest if manifest is not None and self._accept(manifest) else None
 
     def advance_to(self, version: int) -> VerifiedWeights:
         """Reach ``version`` by deltas on the local copy or from a keyframe, whichever reads fewer bytes and works.

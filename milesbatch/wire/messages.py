@@ -58,10 +58,16 @@ class LeaseAnswer(Message):
     """A block to work on, or nothing for now (``groups`` empty), or the end (``stop``)."""
 
     stop: bool = False
+    is_over: bool = False
+    """With ``stop``: the run is finished, and nobody needs what is begun."""
     block: int = -1
     groups: tuple[int, ...] = ()
     version: int = -1
     """Bitwise mode: the one version to use. Relaxed: the newest published one, to begin with."""
+    step: int = 0
+    """The first step that may train on these groups."""
+    saved: tuple[str, ...] = ()
+    """Relaxed mode: files in ``inflight/`` with what earlier incarnations began of this block, the first to be tried first."""
 
 
 class CommitRequest(Message):

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "milesbatch"
 
 # Imports point down (to a later line). Peers within a line may import each other's modules, but not in a cycle.
 LAYERS = (
-    ("cli", "report", "audit", "drill", "doctor", "jobs"),
+    ("cli", "catalogue", "report", "timeline", "analysis", "audit", "drill", "doctor", "jobs"),
     ("controller",),
     ("rollout", "trainer"),
     ("engines", "backends", "cluster", "environments", "tracking", "models", "preparation", "role", "wire"),
@@ -44,7 +44,10 @@ WITHOUT_TORCH = (
     "records",
     "errors",
     "trajectories",
+    "catalogue",
     "report",
+    "timeline",
+    "analysis",
     "cli",
     "audit",
     "drill",

@@ -18,7 +18,9 @@ def test_a_process_that_hangs_is_found_by_its_heartbeat(unbroken: Path, cache: P
     slow = None
     if role == "rollout-1":  # the other worker can finish the run alone, before the silence is long enough
         slow = tmp_path / "plan.yaml"
-        slow.write_text("faults: [{name: slow, role: trainer-0, point: trainer.recorded, nth: 4, action: delay, seconds: 12}]")
+        slow.write_text(
+            "faults: [{name: slow, role: trainer-0, point: trainer.recorded, nth: 4, action: delay, seconds: 12}]"
+        )
     command = Command("run", QUICK, "--run-dir", run, "--set", "slurm.heartbeat_s=1", cache=cache, faults=slow)
     wait_until((run / "batches" / "000002.json").exists, "step 2 is recorded")
     kill(command.child(role), signal.SIGSTOP)

@@ -41,6 +41,7 @@ _RECIPES = "faults/test_matrix_recipes.py"
 _TAKEOVER = "unit/store/test_takeover.py"
 _CRASH = "faults/crash/test_crash_points.py"
 _SURVIVES = "slurm/test_run_survives.py"
+_UNFINISHED = "unit/rollout/test_saving_and_continuing.py"
 
 PROCESSES = (
     Row(
@@ -89,6 +90,26 @@ PROCESSES = (
             f"{_KILLED}::test_stopped_by_a_signal_it_checkpoints_and_exits_with_75",
             "slurm/test_run_ends_well.py::test_time_limits_are_passed_by_a_chain_of_starts",
             f"{_SURVIVES}::test_preemption",
+        ),
+    ),
+    Row(
+        "a stop in the middle of episodes, and a kill while they are saved or continued",
+        (1, 2, 6),
+        (
+            "end_to_end/test_unfinished_episodes.py::test_every_token_that_was_drawn_is_in_the_end",
+            f"{_UNFINISHED}::test_interrupted_again_and_again",
+            f"{_UNFINISHED}::test_killed_before_the_older_file_is_deleted",
+            f"{_UNFINISHED}::test_killed_after_reading_it_the_file_is_used_again",
+            "unit/store/test_unfinished_files.py::test_files_of_groups_that_are_done_go",
+        ),
+        tuple(
+            f"While unfinished episodes are saved and continued: {moment}"
+            for moment in (
+                "while a file of unfinished episodes is written",
+                "after its commit, before an older file of the block is deleted",
+                "after a worker has read it, before the block's trajectories are committed",
+                "after the block's trajectories are committed, before the file is deleted",
+            )
         ),
     ),
     Row(
@@ -196,6 +217,11 @@ DISKS = (
         (2, 7),
         (f"{_BAD}::test_a_disk_that_fills_up_stops_the_run_and_nothing_is_lost",),
     ),
+    Row(
+        "no space left for unfinished episodes",
+        (2, 7),
+        (f"{_UNFINISHED}::test_without_space_it_says_so_and_goes",),
+    ),
     Row("no quota left", (2, 3), (f"{_WRITERS}::test_some_places_without_space",)),
     Row(
         "one full target among many: no space for a file, free space in the filesystem",
@@ -300,6 +326,16 @@ DAMAGE = (
             f"{_HANGS}::test_a_lost_trajectory_file_of_a_recorded_step_is_generated_again",
         ),
         ("Damage: trajectory file without a fate", "Damage: trajectory file that a batch record names"),
+    ),
+    Row(
+        "damaged or unfit unfinished episodes",
+        (5, 6),
+        (
+            f"{_UNFINISHED}::test_a_damaged_file_is_put_away_and_nothing_is_lost",
+            f"{_UNFINISHED}::test_what_may_not_go_on_is_generated_from_the_start",
+            "unit/trajectories/test_inflight_files.py::test_any_damage_is_found",
+        ),
+        ("Damage: file of unfinished episodes",),
     ),
 )
 

@@ -16,7 +16,13 @@ from matrix import MATRIX, PROMISES, Row, as_page
 TESTS = Path(__file__).parents[1]
 DOCS = TESTS.parent / "docs"
 ROWS = [row for rows in MATRIX.values() for row in rows]
-SECTIONS = ("While a run is made and taken over", "In step k", "One process only", "Damage")
+SECTIONS = (
+    "While a run is made and taken over",
+    "In step k",
+    "While unfinished episodes are saved and continued",
+    "One process only",
+    "Damage",
+)
 """Headings of ``docs/protocol.md`` whose tables say what breaks."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_incarnation, make_recipe, make_run
+from builders import make_incarnation, make_recipe, make_run, save_unfinished
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -163,6 +163,16 @@ def test_status_is_a_line_for_each_thing_when_nobody_looks(tmp_path: Path) -> No
     ended = run("status", str(ended_run(tmp_path / "run", failed={"error": error, "exit_code": 1}).root))
     assert ended.exit_code == 1
     assert f"cause            {error}" in ended.stdout.splitlines()
+
+
+def test_status_says_how_many_unfinished_episodes_are_saved(tmp_path: Path) -> None:
+    layout = ended_run(tmp_path / "run", stopped={"step": 0, "cause": "signal", "text": "SIGTERM"})
+    assert run_status(layout)["unfinished_saved"] == 0
+    assert "unfinished" not in dict(rows(run_status(layout)))
+    save_unfinished(layout, range(2))
+    save_unfinished(layout, range(2, 4))
+    assert run_status(layout)["unfinished_saved"] == 4
+    assert dict(rows(run_status(layout)))["unfinished"] == "4 episodes are saved, to be continued"
 
 
 def test_status_as_json(tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import commit_batch, make_layout, make_recipe, make_ref, past_incarnation, publish, write_groups
+from builders import (
+    commit_batch,
+    make_layout,
+    make_recipe,
+    make_ref,
+    past_incarnation,
+    publish,
+    save_unfinished,
+    write_groups,
+)
 
 from milesbatch.controller.hub import Hub
 from milesbatch.decisions.fates import FateTable
@@ -110,11 +119,44 @@ def test_a_lost_worker_and_a_lease_that_ran_out(monkeypatch: pytest.MonkeyPatch)
     assert [lease(hub, "rollout-2").block for _ in range(3)] == [0, 1, 2]
 
 
+def test_a_lease_names_what_earlier_incarnations_began(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    newer, older = (save_unfinished(layout, range(2, 4), incarnation=i) for i in (2, 1))
+    odd = save_unfinished(layout, range(4, 5))
+    hub = relaxed()
+    hub.restore(FateTable(), (), 0, [newer, older, odd])
+    answers = [lease(hub, name) for name in ("rollout-0", "rollout-1", "rollout-2")]
+    assert [(answer.block, answer.saved) for answer in answers] == [(0, ()), (1, (str(newer), str(older))), (2, ())]
+    assert {answer.step for answer in answers} == {1}
+    hub.forget("rollout-1")
+    assert lease(hub, "rollout-3").saved == (str(newer), str(older)), "whoever is handed the block goes on with it"
+    assert hub.commit(request(1)).accepted
+    hub.forget("rollout-0")
+    assert [lease(hub, "rollout-3").saved for _ in range(2)] == [(), ()]
+
+
+def test_a_lease_says_which_step_comes_next() -> None:
+    hub = relaxed(5)
+    for block in range(2):
+        lease(hub)
+        assert hub.commit(request(block, version=5)).accepted
+    hub.last_step = 5
+    record(hub, 6)
+    assert lease(hub).step == 7
+
+
+def test_bitwise_leases_name_nothing_that_was_begun(tmp_path: Path) -> None:
+    hub = make_hub()
+    hub.restore(FateTable(), (), 0, [save_unfinished(make_layout(tmp_path / "run"), range(2))])
+    assert lease(hub).saved == ()
+
+
 def test_stop_and_end() -> None:
     for act in (Hub.stop, Hub.finish):
         hub = make_hub()
         act(hub)
         assert lease(hub).stop
+        assert lease(hub).is_over is (act is Hub.finish), "what is begun is worth saving unless the run is finished"
     hub = make_hub()
     hub.stop()
     assert hub.heartbeat(
@@ -122,6 +164,22 @@ def test_stop_and_end() -> None:
             name="rollout-0", attempt=1, host="h", state="waiting", policy_version=0, samples_in_flight=0, activity=0
         )
     ).stop
+
+
+def test_a_stop_waits_until_every_worker_has_heard_of_it() -> None:
+    """A worker of another job is nobody's child here: the controller must not be gone before it has told it."""
+    hub = relaxed()
+    for name in ("rollout-0", "rollout-5000", "trainer-0"):
+        beat(hub, 0, name=name)
+    assert lease(hub, "rollout-7").groups
+    beat(hub, 0, name="rollout-7")
+    hub.stop()
+    assert sorted(hub.workers_to_tell()) == ["rollout-0", "rollout-5000", "rollout-7"]
+    beat(hub, 1, name="rollout-5000")
+    assert lease(hub, "rollout-7").stop
+    assert hub.workers_to_tell() == ["rollout-0"]
+    hub.forget("rollout-0")
+    assert hub.workers_to_tell() == []
 
 
 # -- commits --------------------------------------------------------------------------------------------------------

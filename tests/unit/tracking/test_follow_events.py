@@ -54,7 +54,7 @@ def test_one_mlflow_run_over_incarnations_with_each_step_once(run: OpenRun) -> N
     first.log_step(1, "2026-01-01T00:00:00.000000Z", {"reward_mean": 0.1, "loss": -0.01, "reward/exact": 0.5})
     # The second one replays steps 2 and 3 and goes on to the end.
     write_steps(run, 2, range(2, 7), range(2, 4), "finished")
-    follow(run.layout, 2, MlflowTracker(run, 2, uri))
+    follow(run.layout, 2, lambda: MlflowTracker(run, 2, uri))
 
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("milesbatch")

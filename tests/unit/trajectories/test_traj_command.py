@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_layout
 from typer.testing import CliRunner, Result
 
 from milesbatch.cli import traj
 from milesbatch.cli.conversation import visible
 from milesbatch.engines.protocol import VersionSpan
-from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.errors import CorruptArtefactError, InputError, UsageError
 from milesbatch.records import BatchRecord, FileRef, GroupRef, Rejection, digest_bytes
 from milesbatch.store.durable import create_exclusively
 from milesbatch.store.layout import RunLayout
@@ -90,12 +91,10 @@ def group_ref(group: int, ref: FileRef, version: int) -> GroupRef:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLayout:
+def run(tmp_path: Path) -> RunLayout:
     """Groups 0 and 1 in one file, 2 in another, 3 twice (two incarnations); steps 1 and 2 have batch records."""
-    layout = RunLayout(tmp_path)
-    for directory in layout.directories():
-        directory.mkdir()
-    monkeypatch.setattr(traj, "find_run", lambda text: RunLayout(Path(text)))
+    layout = make_layout(tmp_path / "run")
+    layout.run_record.write_text("{}")
     first = commit(layout, [sample(g, i) for g in (0, 1) for i in (0, 1)])
     failed = sample(2, 1, version=1, error="ValueError: no number", reward=0.0)
     second = commit(layout, [sample(2, 0, version=1, reward=0.5), failed])
@@ -135,6 +134,31 @@ def test_ls_lists_every_file(run: RunLayout) -> None:
     assert "4 files, 10 trajectories" in " ".join(call("ls", run.root).stdout.split())
 
 
+def test_ls_knows_what_became_of_the_groups(run: RunLayout) -> None:
+    rows = json.loads(call("ls", run.root, "--json").stdout)
+    fates = [(row["trained"], row["rejected"], row["pending"], row["steps"]) for row in rows]
+    assert fates == [(1, 1, 0, [1]), (1, 0, 0, [2]), (0, 0, 1, []), (0, 0, 0, [])]
+    assert [row["uncounted"] for row in rows] == [None, None, None, "another file holds the same groups"]
+    shown = " ".join(call("ls", run.root).stdout.split())
+    assert "1 trained, 1 rejected" in shown and "2 groups trained, 1 rejected, 1 pending" in shown
+
+
+def test_ls_names_a_file_that_a_batch_record_names_and_that_is_gone(run: RunLayout) -> None:
+    gone = file_of(run, 2)
+    gone.unlink()
+    result = call("ls", run.root, "--json")
+    assert (result.exit_code, len(json.loads(result.stdout))) == (1, 3)
+    assert gone.name in result.stderr and "is missing" in result.stderr
+
+
+def test_a_long_list_is_cut_on_the_terminal_and_says_so(run: RunLayout) -> None:
+    for group in range(100, 140):
+        commit(run, [sample(group, 0)])
+    shown = " ".join(call("ls", run.root).stdout.split())
+    assert "44 files" in shown and "4 earlier files are not shown (--all)" in shown and "000002-000002" not in shown
+    assert "000002-000002" in call("ls", run.root, "--all").stdout
+
+
 def test_ls_reports_a_damaged_file_and_lists_the_rest(run: RunLayout) -> None:
     damage(file_of(run, 2))
     result = call("ls", run.root, "--json")
@@ -143,8 +167,8 @@ def test_ls_reports_a_damaged_file_and_lists_the_rest(run: RunLayout) -> None:
     assert file_of(run, 2).name in result.stderr and "is damaged: expected" in result.stderr
 
 
-def test_a_run_without_trajectories_is_an_empty_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traj, "find_run", lambda text: RunLayout(Path(text)))
+def test_a_run_without_trajectories_is_an_empty_list(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
     for command in ("ls", "stats"):
         result = call(command, tmp_path, "--json")
         assert (result.exit_code, json.loads(result.stdout)) == (0, [])
@@ -165,17 +189,17 @@ def test_show_knows_the_fate_of_a_group(run: RunLayout, group: int, fate: str, s
     assert f"group {group}: {fate}" in call("show", run.root, group).stdout
 
 
-def test_show_of_a_pending_group_takes_the_newest_incarnation_and_names_the_other(run: RunLayout) -> None:
+def test_show_of_a_pending_group_takes_the_file_that_a_take_over_would_take_and_names_the_other(run: RunLayout) -> None:
     document = json.loads(call("show", run.root, 3, "--json").stdout)
-    assert document["samples"][0]["versions"] == [{"start": 1, "version": 1}]
-    assert len(document["others"]) == 1 and ".i000001." in document["others"][0]
+    assert document["samples"][0]["versions"] == [{"start": 1, "version": 0}]
+    assert len(document["others"]) == 1 and ".i000002." in document["others"][0]
 
 
 def test_show_of_a_pending_group_falls_back_to_a_readable_file(run: RunLayout) -> None:
-    damage(next(run.trajectories.glob("000003-*.i000002.*")))
+    damage(next(run.trajectories.glob("000003-*.i000001.*")))
     result = call("show", run.root, 3, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["samples"][0]["incarnation"] == 1
+    assert json.loads(result.stdout)["samples"][0]["incarnation"] == 2
     assert "is damaged" in result.stderr
 
 
@@ -218,6 +242,42 @@ def test_show_of_what_is_not_there_is_explained(run: RunLayout) -> None:
         raise_of(call("show", run.root, 0))
 
 
+def test_show_chooses_samples_of_a_step(run: RunLayout) -> None:
+    result = call("show", run.root, "--step", 1, "--best", 1, "--worst", 2, "--json")
+    document = json.loads(result.stdout)
+    assert [(entry["kind"], entry["group_id"], entry["sample"]["sample_index"]) for entry in document] == [
+        ("best", 0, 1),
+        ("worst", 0, 0),
+        ("worst", 1, 0),
+    ]
+    assert document[2]["fate"] == "rejected(zero_variance, 1)"
+    shown = call("show", run.root, "--step", 2, "--odd", 1).stdout
+    assert "sample 1, trained(2)" in shown and "its episode failed" in shown and "staleness 0" in shown
+    assert "best: highest reward" in call("show", run.root, "--step", 1).stdout
+
+
+def test_show_wants_to_know_which_samples(run: RunLayout) -> None:
+    for arguments in ((), (0, "--step", 1), (0, "--best", 1), ("--step", 1, "--sample", 0)):
+        with pytest.raises(UsageError, match="which samples"):
+            raise_of(call("show", run.root, *arguments))
+    with pytest.raises(InputError, match="no trajectory counts for step 9"):
+        raise_of(call("show", run.root, "--step", 9))
+
+
+def test_show_spells_tool_calls(run: RunLayout) -> None:
+    call_text = '[{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}]'
+    messages = (
+        Message("user", "1+1"),
+        Message("assistant", "", tool_calls=call_text),
+        Message("tool", "2", tool_call_id="c1"),
+        Message("assistant", "2", tool_calls="not json"),
+    )
+    commit(run, [sample(9, 0, messages=messages)])
+    shown = call("show", run.root, 9).stdout
+    for text in ('calls add({"a": 1}) [c1]', "tool (c1): 2", "calls not json"):
+        assert text in shown, text
+
+
 def raise_of(result: Result) -> None:
     assert result.exception is not None
     raise result.exception
@@ -230,7 +290,7 @@ def test_stats_join_trajectories_with_batch_records(run: RunLayout) -> None:
     result = call("stats", run.root, "--json")
     assert result.exit_code == 0
     first, second = json.loads(result.stdout)
-    assert first == {
+    expected = {
         "step": 1,
         "reward_mean": 0.5,
         "reward_std": 0.5,
@@ -239,9 +299,29 @@ def test_stats_join_trajectories_with_batch_records(run: RunLayout) -> None:
         "failed": 0,
         "trained": 1,
         "rejected": 1,
+        "rejected_by_reason": {"zero_variance": 1},
+        "reward_max": 1.0,
+        "length_max": 2,
+        "samples": 4,
+        "finish_reasons": {"stop": 4},
+        "response_tokens": 8,
+        "tokens_per_s": None,
     }
+    assert {key: first[key] for key in expected} == expected
+    assert second["failed_by_cause"] == {"ValueError: no number": 1}
     assert (second["reward_mean"], second["failed"], second["staleness_mean"]) == (0.5, 1, 1.0)
-    assert "2 train steps" in call("stats", run.root).stdout
+    shown = call("stats", run.root).stdout
+    for text in ("2 train steps", "8 trajectories in groups: 2 trained", "reward (p05", "failed, by cause", "█"):
+        assert text in shown, text
+
+
+def test_stats_of_the_whole_run(run: RunLayout) -> None:
+    document = json.loads(call("stats", run.root, "--overall", "--json").stdout)
+    assert (document["trajectories"], document["failed"]) == (8, 1)
+    assert document["groups"] == {"trained": 2, "rejected": 1, "pending": 1}
+    assert document["reward"]["histogram"][0] == {"from": 0.0, "to": 0.0, "count": 3}
+    assert (document["length"]["p50"], document["staleness"]["max"]) == (2.0, 0.0)
+    assert "train steps" not in call("stats", run.root, "--overall").stdout
 
 
 def test_stats_of_a_damaged_file_are_null_and_the_rest_stays(run: RunLayout) -> None:

@@ -1,0 +1,1 @@
+"""The memory of runs: what was tried, how it ended, what it cost."""

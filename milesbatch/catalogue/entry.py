@@ -1,0 +1,244 @@
+"""What is remembered of one run: its recipe, its results, its troubles. Read from its files alone.
+
+Owns: the keys of ``milesbatch runs ls --json``. Never writes, never asks Slurm or a controller. Invariant: a number is
+null when nothing is behind it, never 0; a run that cannot be read is an entry that says why. The page behind it is
+``docs/runs.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any
+
+from milesbatch.decisions.going_on import BY_HAND
+from milesbatch.errors import MilesbatchError
+from milesbatch.recipe.models import Recipe
+from milesbatch.records import IncarnationRecord
+from milesbatch.report.endings import controller_events, failure_of, last_word
+from milesbatch.report.status import is_finished
+from milesbatch.report.summary import step_events
+from milesbatch.store.events import read_events
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.liveness import is_alive
+from milesbatch.store.run import open_run
+from milesbatch.store.survey import read_incarnations
+
+_FEW = 5
+"""Steps at either end over which a mean reward is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One incarnation after the first."""
+
+    incarnation: int
+    cause: str
+    at: str
+    by_hand: bool
+    seconds_to_step: float | None
+    """From its beginning to its first new train step; null when it made none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One run."""
+
+    path: str
+    name: str = ""
+    run_id: str | None = None
+    state: str = "unreadable"
+    """``finished failed stopped running lost queued gone unreadable``; ``running`` may also be a run on another host."""
+    cause: str | None = None
+    """Why it ended badly."""
+    failed_process: str | None = None
+    failed_host: str | None = None
+    remedy: str | None = None
+    created_at: str | None = None
+    last_at: str | None = None
+    """Time of the last train step."""
+    step: int = 0
+    steps: int = 0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    reward_best: float | None = None
+    reward_best_step: int | None = None
+    lag_mean: float | None = None
+    """Mean staleness over all steps, in policy versions."""
+    failed_share: float | None = None
+    """Share of episodes that ended with an error."""
+    truncated_share: float | None = None
+    rejected_groups: int | None = None
+    tokens: int | None = None
+    train_s: float | None = None
+    wait_s: float | None = None
+    replayed_steps: int = 0
+    starts: tuple[Start, ...] = ()
+    diagnosis_s: tuple[float, ...] = ()
+    """From each bad end to the next start by a person: how long it took to find out and mend."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted path -> value, as the newest incarnation runs it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"recipe": dict(self.recipe)}
+
+    @property
+    def recovered(self) -> int:
+        """Starts that led to a new step."""
+        return sum(start.seconds_to_step is not None for start in self.starts)
+
+
+def entry_from_json(document: Mapping[str, Any]) -> Entry:
+    """The entry as it was written.
+
+    Raises:
+        TypeError, KeyError: it was written by another version of milesbatch.
+    """
+    known = {field.name for field in fields(Entry)}
+    if document.keys() != known:
+        raise KeyError(f"other keys: {sorted(document.keys() ^ known)}")
+    starts = tuple(Start(**start) for start in document["starts"])
+    return Entry(**{**document, "starts": starts, "diagnosis_s": tuple(document["diagnosis_s"])})
+
+
+def read_entry(layout: RunLayout) -> Entry:
+    """What the run's files say now; damage makes the entry ``unreadable``, with the reason as its cause."""
+    path = str(layout.root.resolve())
+    try:
+        return _read(layout, path)
+    except MilesbatchError as error:
+        return Entry(path=path, name=layout.root.name, cause=error.what)
+
+
+def _read(layout: RunLayout, path: str) -> Entry:
+    records = read_incarnations(layout)
+    newest = records[-1] if records else None
+    if newest is None:
+        return Entry(path=path, name=layout.root.name, state="queued")
+    run = open_run(layout, newest.incarnation)
+    steps = step_events(layout)
+    state, cause, process, host, remedy = _state(layout, newest, run.recipe.steps)
+    return Entry(
+        path=path,
+        name=run.recipe.name,
+        run_id=run.record.run_id,
+        state=state,
+        cause=cause,
+        failed_process=process,
+        failed_host=host,
+        remedy=remedy,
+        created_at=run.record.created_at,
+        last_at=max((str(event["at"]) for event in steps.values()), default=None),
+        step=max(steps, default=0),
+        steps=run.recipe.steps,
+        **_figures([event["metrics"] for event in steps.values()]),
+        replayed_steps=_replayed(layout, records),
+        starts=tuple(_start(layout, record) for record in records[1:]),
+        diagnosis_s=_diagnosis(layout, records),
+        recipe=flat(run.recipe),
+    )
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Dotted path -> value; a list is one value."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            found[prefix] = value
+
+    walk("", recipe.model_dump(mode="json"))
+    return found
+
+
+def _state(
+    layout: RunLayout, newest: IncarnationRecord, steps: int
+) -> tuple[str, str | None, str | None, str | None, str | None]:
+    """State, and of a bad end: cause, process, host, remedy."""
+    if is_finished(layout, steps):
+        return "finished", None, None, None, None
+    word = last_word(layout, newest)
+    if word.get("event") == "failed":
+        failure = failure_of(layout, newest)
+        said = str(word.get("error", "")).splitlines()
+        return "failed", said[0] if said else failure.reason, failure.name, failure.host, failure.try_this or None
+    if word:
+        return "stopped", None, None, None, None
+    if newest.host != socket.gethostname() or is_alive(layout, newest):
+        return "running", None, None, None, None
+    return "lost", "the controller was lost without a word", "controller-0", newest.host, None
+
+
+def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Results over all steps; empty when none was trained."""
+    if not metrics:
+        return {}
+    rewards = [row["reward_mean"] for row in metrics]
+    few = max(1, min(_FEW, len(rewards) // 2))
+    best = max(range(len(rewards)), key=rewards.__getitem__)
+
+    def values(key: str) -> list[float]:
+        return [row[key] for row in metrics if key in row]
+
+    def mean(key: str) -> float | None:
+        return round(statistics.fmean(found), 6) if (found := values(key)) else None
+
+    def total(key: str) -> float | None:
+        return round(sum(found), 3) if (found := values(key)) else None
+
+    samples, tokens, rejected = total("samples"), total("tokens"), total("groups_rejected")
+    failed = total("failed")
+    return {
+        "reward_first": round(statistics.fmean(rewards[:few]), 6),
+        "reward_last": round(statistics.fmean(rewards[-few:]), 6),
+        "reward_best": rewards[best],
+        "reward_best_step": int(metrics[best]["step"]),
+        "lag_mean": mean("lag_mean"),
+        "failed_share": None if failed is None or not samples else round(failed / samples, 6),
+        "truncated_share": mean("truncated_share"),
+        "rejected_groups": None if rejected is None else int(rejected),
+        "tokens": None if tokens is None else int(tokens),
+        "train_s": total("train_s"),
+        "wait_s": total("wait_s"),
+    }
+
+
+def _trained(layout: RunLayout, record: IncarnationRecord) -> list[dict[str, Any]]:
+    path = layout.event_log("trainer-0", record.incarnation)
+    return [event for event, _ in read_events(path) if event["event"] == "train_step"]
+
+
+def _replayed(layout: RunLayout, records: Sequence[IncarnationRecord]) -> int:
+    return sum(bool(event.get("replayed")) for record in records for event in _trained(layout, record))
+
+
+def _start(layout: RunLayout, record: IncarnationRecord) -> Start:
+    new = [event["at"] for event in _trained(layout, record) if not event.get("replayed")]
+    return Start(
+        incarnation=record.incarnation,
+        cause=record.cause,
+        at=record.started_at,
+        by_hand=record.cause.startswith(BY_HAND),
+        seconds_to_step=_seconds(record.started_at, new[0]) if new else None,
+    )
+
+
+def _diagnosis(layout: RunLayout, records: Sequence[IncarnationRecord]) -> tuple[float, ...]:
+    """Seconds from each ``failed`` to the start after it: Slurm never starts a failed run again, so a person did."""
+    found = []
+    for record, following in itertools.pairwise(records):
+        ends = [event for event in controller_events(layout, record) if event["event"] == "failed"]
+        if ends:
+            found.append(_seconds(ends[-1]["at"], following.started_at))
+    return tuple(found)
+
+
+def _seconds(first: str, second: str) -> float:
+    return round((datetime.fromisoformat(second) - datetime.fromisoformat(first)).total_seconds(), 3)

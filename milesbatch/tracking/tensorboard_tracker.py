@@ -1,0 +1,77 @@
+"""TensorBoard: event files under ``RUN/tracking/tensorboard``, one for each start; TensorBoard joins them.
+
+Source: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from milesbatch.errors import StorageError
+from milesbatch.store.durable import make_directory
+
+_STEP_METRIC = "reward_mean"
+
+
+class TensorboardTracker:
+    """Writes scalars with the package ``tensorboard`` alone (no TensorFlow, no torch)."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises:
+        StorageError: the package is missing, or the directory cannot be written; so do all other methods.
+        """
+        self._directory = directory
+        make_directory(directory)
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise _unusable(directory, error, "pip install 'milesbatch[tensorboard]', or set tracking.kind") from error
+        self._last = _last_step(directory)
+        try:
+            self._writer: Any = EventFileWriter(str(directory))
+        except OSError as error:
+            raise _unusable(directory, error) from error
+
+    def last_step(self) -> int:
+        return self._last
+
+    def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # The metric that last_step looks at goes last: a step that was logged by half is logged again.
+        names = sorted(metrics, key=lambda name: (name == _STEP_METRIC, name))
+        values = [Summary.Value(tag=name, simple_value=float(metrics[name])) for name in names]
+        seconds = datetime.fromisoformat(at).timestamp()
+        try:
+            self._writer.add_event(Event(wall_time=seconds, step=step, summary=Summary(value=values)))
+            self._writer.flush()
+        except OSError as error:
+            raise _unusable(self._directory, error) from error
+
+    def close(self, status: str) -> None:
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise _unusable(self._directory, error) from error
+
+
+def _last_step(directory: Path) -> int:
+    """Newest step of all event files; what is torn at the end of one is not counted."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    last = 0
+    for path in directory.glob("events.out.tfevents.*"):
+        for event in EventFileLoader(str(path)).Load():
+            if any(value.tag == _STEP_METRIC for value in event.summary.value):
+                last = max(last, event.step)
+    return last
+
+
+def _unusable(place: Path, error: Exception, mend: str = "") -> StorageError:
+    return StorageError(
+        f"TensorBoard's event files in {place} cannot be written: {error}",
+        mend=mend or "mend the directory, or set tracking.kind: none; training goes on without it",
+    )
