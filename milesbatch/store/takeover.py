@@ -137,7 +137,12 @@ def _sweep(layout: RunLayout, incarnation: int, found: Survey) -> tuple[tuple[st
     moved = []
     for path, reason in found.broken:
         if path.exists():
-            take_away(layout, incarnation, path, reason)
+            try:
+                take_away(layout, incarnation, path, reason)
+            except StorageError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    continue  # seen here for a while longer, and gone where it lies: a network filesystem's cache
+                raise
             moved.append((str(path.relative_to(layout.root)), reason))
     for directory in (layout.root, *layout.directories()):
         sweep_temporary(directory)

@@ -30,10 +30,12 @@ from builders import (
 from milesbatch.decisions.resume import ResumePlan, plan_resume
 from milesbatch.errors import CorruptArtefactError, FencedError, RunHeldError, StorageError
 from milesbatch.records import IncarnationRecord, Seal
+from milesbatch.store import takeover
 from milesbatch.store.durable import create_exclusively
 from milesbatch.store.fence import Fence
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import LivenessHint, is_alive, process_started, read_hint
+from milesbatch.store.removal import take_away
 from milesbatch.store.survey import Survey, read_incarnations
 from milesbatch.store.takeover import Claimant, Incarnation, take_over
 
@@ -548,6 +550,21 @@ def test_a_file_that_disappears_while_it_is_looked_at(layout: RunLayout, monkeyp
 
     monkeypatch.setattr(module, "digest_file", digest)
     assert module.survey(layout, read_incarnations(layout)).ready_files == []
+
+
+def test_a_broken_file_that_is_gone_when_it_is_taken_away(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network filesystem may show it a while longer than it is there."""
+    past_incarnation(layout)
+    stranger = layout.trajectories / "stranger.arrow"
+    stranger.write_bytes(b"x")
+
+    def late(layout: RunLayout, incarnation: int, path: Path, reason: str) -> Path:
+        path.unlink()
+        return take_away(layout, incarnation, path, reason)
+
+    monkeypatch.setattr(takeover, "take_away", late)
+    assert go_on(layout).quarantined == ()
+    assert not stranger.exists()
 
 
 def test_a_survey_never_writes(layout: RunLayout) -> None:
