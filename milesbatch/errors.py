@@ -92,10 +92,18 @@ class StoppedToContinue(MilesbatchError):
 class SlurmError(MilesbatchError):
     """A Slurm command failed, or Slurm does not answer; says the command and what it printed."""
 
-    def __init__(self, what: str, *, mend: str = "", may_be_asked_again: bool = False) -> None:
+    def __init__(self, what: str, *, mend: str = "", may_be_asked_again: bool = False, said: str = "") -> None:
         super().__init__(what, mend=mend)
+        self.said = said
+        """What the command printed, when it ran and failed."""
         self.may_be_asked_again = may_be_asked_again
         """Slurm did not answer: nothing is known, and the same question may be answered later."""
+
+
+class JobRefusedError(SlurmError):
+    """sbatch does not take a job as it is; says why."""
+
+    exit_code = EXIT_USAGE
 
 
 # -- mended on the filesystem -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ is said here, before anything was started. The last line on stdout is the finger
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -45,21 +46,23 @@ def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[s
                 report(line.rstrip())
         said = process.stderr.read()
     expected = _own_error(said)  # with what to do about it
-    if process.returncode == InputError.exit_code:
+    if process.returncode == InputError.exit_code and expected:
         raise InputError(expected)
-    if process.returncode == StorageError.exit_code and expected != said.strip():
+    if process.returncode == StorageError.exit_code and expected:
         raise StorageError(expected)
     if process.returncode or fingerprints is None:
         raise RunFailedError(
-            f"preparing the run ended with exit status {process.returncode}", mend=f"it said: {said.strip()[-2000:]}"
+            f"preparing the run ended with exit status {process.returncode}; it said:\n{said.strip()[-2000:]}",
+            mend=f"`{shlex.join(command)}` must work on that node: see container, `python` and modules of the site file",
         )
     return fingerprints
 
 
 def _own_error(said: str) -> str:
-    """The error that the process ended with; a job step's srun has the last word otherwise."""
+    """The error that the process ended with, empty when it said none; a job step's srun has the last word otherwise."""
     lines = [line for line in said.strip().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
-    return ("\n" + "\n".join(lines)).rpartition("\nerror: ")[2].strip()
+    _, found, own = ("\n" + "\n".join(lines)).rpartition("\nerror: ")
+    return own.strip() if found else ""
 
 
 def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Callable[[str], None]) -> dict[str, str]:

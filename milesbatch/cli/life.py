@@ -24,7 +24,7 @@ def cancel(
     layout = find_submitted(run)
     done = life.cancel(layout, _say, now=now, wait_s=5.0 if now else wait_s)
     if not done.was_alive and not done.jobs:
-        _say(f"{layout.root} was not running, and no job of it is queued")
+        _say(f"{layout.root} was not running, and no job of it by this user is queued")
     for job_id in done.jobs:
         _say(f"job {job_id} was ended")
 

@@ -18,7 +18,7 @@ from milesbatch.cluster.context import expand_path, runs_directory, site_directo
 from milesbatch.cluster.script import Script
 from milesbatch.cluster.submission import test_only
 from milesbatch.decisions.going_on import BY_HAND
-from milesbatch.errors import RunHeldError, SlurmError, UsageError
+from milesbatch.errors import JobRefusedError, RunHeldError, SlurmError, UsageError
 from milesbatch.jobs.order import Order, place_order
 from milesbatch.jobs.submit import check_order, jobs_of, scripts_of
 from milesbatch.jobs.submit import submit as queue
@@ -96,6 +96,8 @@ def _show(scripts: tuple[Script, ...]) -> None:
                 file.write(script.text)
                 file.flush()
                 print(test_only(Path(file.name)) or f"sbatch would take the {script.role} job", file=sys.stderr)
+        except JobRefusedError:
+            raise
         except SlurmError as error:
             print(f"not checked by sbatch: {error.what}", file=sys.stderr)
 

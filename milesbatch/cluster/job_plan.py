@@ -128,6 +128,12 @@ def _check_shape_and_time(slurm: Slurm, site: Site) -> None:
             mend=f"--set slurm.shape={site.shapes[0]}",
         )
     minutes = slurm.time_limit_minutes
+    if site.warning_s >= minutes * 60:
+        raise SiteError(
+            f"slurm.time_limit_minutes is {minutes}, and warning_s of site {site.name} is {site.warning_s}: the warning of the"
+            " end would come before the job begins",
+            mend=f"--set slurm.time_limit_minutes={site.warning_s // 60 + 10}, or a smaller warning_s in the site file",
+        )
     if site.max_time_minutes is not None and minutes > site.max_time_minutes:
         raise SiteError(
             f"slurm.time_limit_minutes is {minutes}; site {site.name} allows {site.max_time_minutes}",

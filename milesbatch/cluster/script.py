@@ -19,6 +19,9 @@ from milesbatch.recipe.site import Site
 
 _RESET = ("exclude", "reservation")
 """Slurm hands these on to later components of a heterogeneous job, unless they say something themselves."""
+_EARLY = "trap '' USR1"
+"""A warning that comes while modules are loaded must not end the job: what is ignored here stays so until the process that
+replaces the shell handles it. It asks Slurm for the time that is left."""
 _PLACEHOLDER = re.compile(r"\{(directives|setup|command)\}")
 
 
@@ -123,8 +126,9 @@ def _text(directives: list[str], site: Site, command: tuple[str, ...]) -> str:
     setup = "\n".join([*site.setup, *variables])
     start = f"exec {shlex.join(command)}"
     if site.template is not None:
-        return _filled(Path(site.template), {"directives": lines, "setup": setup, "command": start})
-    return "\n\n".join(["#!/bin/bash\n" + lines, *([setup] if setup else []), start]) + "\n"
+        parts = {"directives": lines, "setup": setup, "command": f"{_EARLY}\n{start}"}
+        return _filled(Path(site.template), parts)
+    return "\n\n".join(["#!/bin/bash\n" + lines, "\n".join(filter(None, [_EARLY, setup])), start]) + "\n"
 
 
 def _option(name: str, value: str) -> str:

@@ -22,6 +22,11 @@ _NO_ANSWER = (
     "Connection refused",
     "Zero Bytes were transmitted",
     "backup controller",
+    "Unexpected message received",  # scontrol requeue and update of 22.05, when slurmctld is away
+)
+_REACH_IT = (
+    "ask again later; if it never answers here, SLURM_CONF must name this cluster's configuration (the development cluster's:"
+    ' `eval "$(make -s cluster-env)"`)'
 )
 _ABSENT = ("", "(null)", "None", "N/A", "UNKNOWN", "Unknown")
 
@@ -116,10 +121,16 @@ def ask_slurm(command: Sequence[str], timeout_s: float = _TIMEOUT_S) -> subproce
         said = (ended.stderr or ended.stdout).strip()
         raise SlurmError(
             f"`{words}` ended with exit status {ended.returncode}: {said}",
-            mend="see what Slurm says",
-            may_be_asked_again=any(word in said for word in _NO_ANSWER),
+            mend="see what Slurm says" if not is_unreachable(said) else _REACH_IT,
+            may_be_asked_again=is_unreachable(said),
+            said=said,
         )
     return ended
+
+
+def is_unreachable(said: str) -> bool:
+    """Do Slurm's words say that its controller did not answer?"""
+    return any(word in said for word in _NO_ANSWER)
 
 
 def job(job_id: str) -> tuple[JobFacts, ...]:
@@ -145,8 +156,7 @@ def my_jobs() -> list[JobFacts]:
     """
     text = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format", "%i|%T|%r|%N|%k"])
     found = []
-    for line in text.splitlines():
-        name, raw, reason, nodes, comment = _cells(line, 5)
+    for name, raw, reason, nodes, comment in _rows(text, 5):
         job_id, _, offset = name.partition("+")
         state = state_of(raw)
         if job_id.isdigit() and state.may_run:
@@ -162,8 +172,7 @@ def queue(timeout_s: float = _TIMEOUT_S) -> list[QueueFacts]:
     """
     command = ["squeue", "--me", "--noheader", "--states=all", "--format", "%i|%T|%r|%N|%L|%S|%k"]
     found = []
-    for line in run_slurm(command, timeout_s).splitlines():
-        name, raw, reason, nodes, left, starts_at, said = _cells(line, 7)
+    for name, raw, reason, nodes, left, starts_at, said in _rows(run_slurm(command, timeout_s), 7):
         job_id, _, offset = name.partition("+")
         if job_id.isdigit() and state_of(raw).may_run:
             job = JobFacts(job_id, int(offset or 0), state_of(raw), raw, reason, nodes, 0, said)
@@ -321,6 +330,12 @@ def _show_job(job_id: str) -> list[str]:
     """A line for each component."""
     text = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
     return [line for line in text.splitlines() if line.strip()]
+
+
+def _rows(text: str, count: int) -> list[list[str]]:
+    """Lines of squeue as columns. A comment may have line breaks: what does not begin like a job belongs to the one before."""
+    lines = text.splitlines()
+    return [_cells(line, count) for line in lines if line is lines[0] or re.match(r"\d+(_\S+|\+\d+)?\|", line)]
 
 
 def _cells(line: str, count: int) -> list[str]:

@@ -24,7 +24,7 @@ from milesbatch.cluster.port import RunningProcess
 from milesbatch.errors import SlurmError
 from milesbatch.recipe.site import Site
 from milesbatch.recipe.slurm import Container
-from milesbatch.store.durable import storage_error
+from milesbatch.store.durable import make_directory, storage_error
 from milesbatch.store.layout import RunLayout
 
 _KILL_S = 8.0
@@ -163,6 +163,7 @@ class StepLauncher:
         step_name = f"{context.name}.{context.attempt}"
         log = RunLayout(context.run_directory).log(context.name, context.incarnation)
         command = self._srun(place, node.name, step_name, ("-m", ROLE_MODULES[context.role]))
+        make_directory(log.parent)  # somebody may have cleaned up
         try:
             with open(log, "ab") as stream:
                 process = subprocess.Popen(

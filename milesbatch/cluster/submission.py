@@ -15,8 +15,8 @@ import io
 import tempfile
 from pathlib import Path
 
-from milesbatch.cluster.slurm import ask_slurm, cancel
-from milesbatch.errors import SlurmError, StorageError
+from milesbatch.cluster.slurm import ask_slurm, cancel, is_unreachable
+from milesbatch.errors import JobRefusedError, SlurmError, StorageError
 from milesbatch.store.durable import replace_hint
 
 
@@ -51,9 +51,12 @@ def _submit(text: str, folder: Path) -> str:
         with contextlib.redirect_stderr(io.StringIO()):  # sbatch's words are in the error, once
             return str(ScriptExecutor(folder=folder)._submit_command("").job_id)
     except FailedJobError as error:
-        raise SlurmError(
-            f"sbatch refuses the job: {_reason(str(error))}", mend="see the script with --dry-run"
-        ) from error
+        said = _reason(str(error))
+        if is_unreachable(said):
+            raise SlurmError(
+                f"the job cannot be submitted: {said}", mend="ask again later", may_be_asked_again=True
+            ) from error
+        raise refused(said) from error
     except FailedSubmissionError as error:
         raise SlurmError(
             f"sbatch said no job id: {error}", mend="look with `squeue --me` whether the job is queued all the same"
@@ -68,10 +71,24 @@ def test_only(script: Path) -> str:
     """What sbatch says about a script without queueing it: when and where it would start.
 
     Raises:
-        SlurmError: sbatch is not there, or would refuse it.
+        JobRefusedError: sbatch would refuse it. SlurmError: it is not there, or does not answer.
     """
-    ended = ask_slurm(["sbatch", "--test-only", str(script)])
+    try:
+        ended = ask_slurm(["sbatch", "--test-only", str(script)])
+    except SlurmError as error:
+        if error.said and not error.may_be_asked_again:
+            raise refused(error.said) from error
+        raise
     return (ended.stdout + ended.stderr).strip()
+
+
+def refused(said: str) -> JobRefusedError:
+    """The error for a job that sbatch does not take, for what it ``said``."""
+    return JobRefusedError(
+        f"sbatch refuses the job: {said}",
+        mend="correct the site file, or slurm.* in the recipe: `milesbatch doctor --site SITE` names the partitions that there"
+        " are; --dry-run shows the script",
+    )
 
 
 def _reason(text: str) -> str:

@@ -77,6 +77,8 @@ class Hub:
         """Published versions that a worker could not rebuild, and what it found, until they are published again."""
         self.peers: dict[str, Peer] = {}
         self._attempts: dict[str, int] = {}
+        self._losses: dict[str, int] = {}
+        """How often a process of that name was given up: what it was waiting for then is not for the next one."""
         self._unheard: set[str] = set()
         """Processes that were started and have sent no heartbeat yet."""
         self.failures = Failures(deque(maxlen=recipe.environment.failed_window))
@@ -145,6 +147,7 @@ class Hub:
         """A process is gone: its leases are handed out again; returns the blocks."""
         self.peers.pop(name, None)
         self._unheard.discard(name)
+        self._losses[name] = self._losses.get(name, 0) + 1
         blocks = self._leases.end_worker(name)
         self._regeneration.end_worker(name)
         self._wake()
@@ -154,9 +157,12 @@ class Hub:
 
     async def lease(self, request: wire.LeaseRequest) -> wire.LeaseAnswer:
         deadline_s = time.monotonic() + request.wait_s
+        losses = self._losses.get(request.name, 0)
         if (peer := self.peers.get(request.name)) is not None and request.policy_version >= 0:
             peer.beat = peer.beat.model_copy(update={"policy_version": request.policy_version})
         while True:
+            if self._losses.get(request.name, 0) != losses:
+                return wire.LeaseAnswer()  # who asked is gone; a block would be lost with the answer
             answer = self._lease_now(request)
             if answer.stop:
                 self._told_to_stop.add(request.name)
@@ -355,8 +361,8 @@ class Hub:
         if trainers[0] != "waiting":
             return f"the trainer ({trainers[0]})"
         busy = sum(peer.beat.samples_in_flight for peer in self.peers.values())
-        needed = self.rule.groups_per_step - len(self.ready)
-        return f"rollout: {max(needed, 0)} groups to come, {busy} samples in flight"
+        needed = len(missing_groups(self.rule, self.last_step + 1, self.ready))
+        return f"rollout: {needed} groups to come, {busy} samples in flight"
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

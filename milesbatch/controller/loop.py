@@ -42,6 +42,8 @@ _LOOK_S = 0.1
 _STOP_S = 120.0
 _WORKERS_S = 10.0
 _DRAIN_S = 30.0
+_HASTY_DRAIN_S = 3.0
+"""Where the job's time runs out: the next start logs what is missing."""
 
 
 @dataclass(slots=True)
@@ -119,7 +121,8 @@ class ControllerLoop:
             self._supervisor.start_all()
             ending = await self._until_end(hint)
             self._say_ending(ending)
-            await self._drain_tracking()
+            in_haste = ending.stop is not None and ending.stop.within_s is not None
+            await self._drain_tracking(_HASTY_DRAIN_S if in_haste else _DRAIN_S)
             return ending
         except MilesbatchError as error:
             with contextlib.suppress(StorageError):  # the terminal hears of it all the same
@@ -151,7 +154,7 @@ class ControllerLoop:
             asked = self._asked_to_stop()
             if asked is not None and (stop is None or asked.at_once):
                 if stop is None:
-                    stop_by_s = now_s + _STOP_S
+                    stop_by_s = now_s + (_STOP_S if asked.within_s is None else min(_STOP_S, asked.within_s))
                     self._begin_stop(asked)
                 stop = stop or asked
             if stop is not None:
@@ -211,9 +214,9 @@ class ControllerLoop:
                 " failed lies outside of it, or environment.max_failed_share is to be raised, the same command goes on",
             )
 
-    async def _drain_tracking(self) -> None:
+    async def _drain_tracking(self, limit_s: float = _DRAIN_S) -> None:
         """The tracking process ends by itself when it has logged everything; wait for it, but not for ever."""
-        deadline_s = time.monotonic() + _DRAIN_S
+        deadline_s = time.monotonic() + limit_s
         while self._supervisor.running("tracking"):
             code = self._supervisor.children["tracking-0"].process.exit_code()
             if code == 0:

@@ -39,6 +39,8 @@ class StopRequest:
     at_once: bool = False
     nodes: tuple[str, ...] = ()
     """Nodes that were lost."""
+    within_s: float | None = None
+    """After so many seconds what is not saved is given up, so that there is time to queue the job again."""
 
 
 class StopWatch(Protocol):

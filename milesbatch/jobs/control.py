@@ -36,6 +36,7 @@ from milesbatch.jobs.queue_again import queue_again
 from milesbatch.jobs.submit import end_jobs, scripts_of, submit
 from milesbatch.records import IncarnationRecord
 from milesbatch.report.status import cause_of_restart, is_finished
+from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import read_incarnations
 from milesbatch.store.takeover import Claimant
@@ -102,6 +103,12 @@ def _cause(batch: Batch) -> str:
 def _refuse_hopeless(batch: Batch) -> None:
     incarnations = read_incarnations(batch.layout)
     limit = batch.order.recipe.slurm.max_restarts_without_progress
+    if not incarnations and batch.job.restart_count > limit:
+        raise RunFailedError(
+            f"job {batch.job.job_id} was started {batch.job.restart_count + 1} times, and {batch.layout.root} has not begun:"
+            " its model or data take longer to prepare than a job lasts",
+            mend=f"raise slurm.time_limit_minutes, and see `milesbatch logs {batch.layout.root}`; then submit it again",
+        )
     is_asked_for = batch.job.restart_count == 0 and batch.cause.startswith(BY_HAND)
     count = starts_without_progress(incarnations)
     if not is_asked_for and incarnations and count >= limit and _newest_made_nothing(batch.layout, incarnations):
@@ -194,7 +201,10 @@ def _replace(batch: Batch, stop: StopRequest) -> bool:
         _say(f"no other job could be submitted ({error.what}); this one is queued again")
         return False
     _say(f"job {queued['run']} goes on without {', '.join(excluded) or 'exclusions'}")
-    slurm.cancel(batch.job.job_id)
+    try:
+        slurm.cancel(batch.job.job_id)
+    except SlurmError as error:
+        _say(f"this job could not be cancelled ({error.what}); it ends by itself")
     return True
 
 
@@ -257,11 +267,25 @@ def _controller_killed(arguments: Sequence[str], number: int) -> int:
     _say(f"the controller was killed by {signal.Signals(number).name}")
     try:
         batch = read_batch(arguments)
+        _tell_killed(batch, number)
         if batch.order.recipe.slurm.requeue and _own_state(batch)[0] is JobState.LIVE:
             queue_again(batch.job.job_id)
     except MilesbatchError as error:
         _say(f"error: not queued again: {error}")
     return EXIT_TEMPFAIL
+
+
+def _tell_killed(batch: Batch, number: int) -> None:
+    """The controller's last word, said for it; nothing is decided by it."""
+    try:
+        newest = read_incarnations(batch.layout)[-1:]
+        own = [r for r in newest if (r.job_id, r.restart_count) == (batch.job.job_id, batch.job.restart_count)]
+        for record in own:
+            EventLog(batch.layout, "controller-0", record.incarnation).write(
+                "controller_killed", signal=signal.Signals(number).name
+            )
+    except MilesbatchError as error:
+        _say(f"its end could not be noted: {error.what}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from milesbatch.controller.stopping import StopCause, StopRequest
 from milesbatch.errors import SlurmError
 
 _ASK_S = 15.0
+_QUEUE_AGAIN_S = 10.0
+"""What it takes to end all steps and have the job queued again."""
 
 
 class DeadlineWatch:
@@ -61,7 +63,7 @@ class DeadlineWatch:
         if left_s > needed_s:
             return None
         text = f"Slurm ends the job in {left_s:.0f} s (time limit or preemption), and saving may take {needed_s:.0f} s"
-        return StopRequest(StopCause.TIME_LIMIT, text)
+        return StopRequest(StopCause.TIME_LIMIT, text, within_s=max(left_s - _QUEUE_AGAIN_S, left_s / 2))
 
     def ask_once(self) -> None:
         """Take over Slurm's answer; without one the last answer stands."""

@@ -23,10 +23,16 @@ def run_guarded(control: Callable[[], int], when_killed: Callable[[int], int]) -
     Must be called before any thread was started.
     """
     parent = os.getpid()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, _HANDED_ON
+    )  # one that comes now waits until there is somebody to hand it to
     child = os.fork()
     if child == 0:
         for number in _HANDED_ON:
             signal.signal(number, signal.SIG_DFL)
+        # A warning that comes before the controller can act on it must not kill it: Slurm is asked for the time that is left.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
         die_with_parent(parent)
         os._exit(_flushed(control()))
 
@@ -35,6 +41,7 @@ def run_guarded(control: Callable[[], int], when_killed: Callable[[int], int]) -
 
     for number in _HANDED_ON:
         signal.signal(number, hand_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
     _, status = os.waitpid(child, 0)
     for number in _HANDED_ON:
         signal.signal(number, signal.SIG_IGN)

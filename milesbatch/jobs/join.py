@@ -40,9 +40,12 @@ from milesbatch.store.survey import read_incarnations
 
 _LOOK_S = 0.2
 _NAMES_PER_JOB = 1000
+_STARTS_PER_STINT = 1000
 _SILENT_HEARTBEATS = 10
 _ALONE_S = 1800.0
 """For how long workers wait for a controller before they give their nodes back."""
+_JOIN_AGAIN_S = 10.0
+"""Pause before the same incarnation is joined again: it may be the end of it that made the workers leave."""
 _LEAVE_S = 8.0
 """What it takes to leave: nothing need be saved."""
 _LONGEST_LIFE_S = 30.0
@@ -82,7 +85,8 @@ class _Worker:
 class Guests:
     """This job's workers under one controller."""
 
-    def __init__(self, launcher: Launcher, order: Order, job_id: str, host: Host, count: int) -> None:
+    def __init__(self, launcher: Launcher, order: Order, job_id: str, host: Host, count: int, stint: int = 0) -> None:
+        """``stint`` counts how often this job has joined: no two starts of a worker are told apart by less."""
         self._launcher = launcher
         self._threads = order.recipe.rollout.threads
         self._policy = RestartPolicy(order.recipe.slurm.max_restarts_without_progress)
@@ -93,7 +97,7 @@ class Guests:
             index=first,
             count=count,
             incarnation=host.incarnation,
-            attempt=0,
+            attempt=stint * _STARTS_PER_STINT,
             controller_url=host.url,
             token=host.token,
             parent_pid=os.getpid(),
@@ -149,6 +153,7 @@ class JoinLoop:
         self._count = group.nodes * group.tasks_per_node
         self._silent_s = _SILENT_HEARTBEATS * order.recipe.slurm.heartbeat_s
         self._deadline = deadline
+        self._stints = 0
         self.was_signalled = False
 
     @property
@@ -158,15 +163,17 @@ class JoinLoop:
     def run(self) -> int:
         """Until the run is finished, nobody came for long, or Slurm ends this job; returns the exit status."""
         alone_since_s = time.monotonic()
-        served = 0
+        served, not_before_s = 0, 0.0
         while not self.is_stopping:
             if is_finished(self._layout, self._order.recipe.steps):
                 _say("the run is finished")
                 return 0
             host = find_host(self._layout)
-            if host is not None and host.incarnation > served and self._is_living(host):
+            may_join = host is not None and (host.incarnation > served or time.monotonic() > not_before_s)
+            if host is not None and may_join and self._is_living(host):
                 self._serve(host)
                 served, alone_since_s = host.incarnation, time.monotonic()
+                not_before_s = alone_since_s + _JOIN_AGAIN_S
             elif time.monotonic() - alone_since_s > _ALONE_S:
                 _say(f"no controller of {self._layout.root} came for {_ALONE_S:.0f} s; the nodes are given back")
                 return 0
@@ -186,7 +193,8 @@ class JoinLoop:
 
     def _serve(self, host: Host) -> None:
         _say(f"{self._count} workers join incarnation {host.incarnation}")
-        guests = Guests(self._launcher, self._order, self._job_id, host, self._count)
+        guests = Guests(self._launcher, self._order, self._job_id, host, self._count, self._stints)
+        self._stints += 1
         last, changed_s = host.count, time.monotonic()
         try:
             while not self.is_stopping and not guests.is_alone:

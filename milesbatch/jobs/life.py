@@ -16,6 +16,7 @@ from milesbatch.decisions.going_on import BY_HAND
 from milesbatch.errors import RunMismatchError, SlurmError
 from milesbatch.jobs.order import Order, last_order, was_submitted
 from milesbatch.jobs.submit import RunJob, end_jobs, jobs_of, rollout_job_script, scripts_of, submit
+from milesbatch.report.status import is_finished
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive
 from milesbatch.store.survey import read_incarnations
@@ -74,13 +75,16 @@ def _wait_until_gone(layout: RunLayout, wait_s: float) -> bool:
 
 
 def resume(layout: RunLayout) -> dict[str, str]:
-    """Submit a run again as it was submitted last; returns job ids by role.
+    """Submit a run again as it was submitted last; returns job ids by role. Rollout jobs that still wait for it are kept.
 
     Raises:
         RunMismatchError: it was never submitted. SlurmError: sbatch refuses.
     """
     order = submitted_order(layout)
-    return submit(order, scripts_of(order, cause=f"{BY_HAND}: `milesbatch resume`"))
+    scripts = scripts_of(order, cause=f"{BY_HAND}: `milesbatch resume`")
+    if any(job.role == "rollout" for job in jobs_of(layout)):  # they outlived the run's own job, and wait for it
+        scripts = scripts[:1]
+    return submit(order, scripts)
 
 
 def submitted_order(layout: RunLayout) -> Order:
@@ -120,6 +124,7 @@ def scale(layout: RunLayout, workers: int) -> Scaled:
     per_job = order.recipe.rollout.workers
     own = 0 if order.recipe.slurm.shape == "separate" else per_job
     wanted = _jobs_for(workers, own, per_job)
+    _refuse_over(layout, order)
     running = [job for job in jobs_of(layout) if job.role == "rollout"]
     leaving = _least_useful(running)[: max(len(running) - wanted, 0)]
     for job in leaving:
@@ -127,6 +132,17 @@ def scale(layout: RunLayout, workers: int) -> Scaled:
     script = rollout_job_script(order)
     joining = [submit(order, (script,))["rollout"] for _ in range(wanted - len(running))]
     return Scaled(tuple(joining), tuple(job.job_id for job in leaving), own + wanted * per_job)
+
+
+def _refuse_over(layout: RunLayout, order: Order) -> None:
+    """Workers of a run that nothing runs, and nothing is to run, would hold nodes for nobody."""
+    if is_finished(layout, order.recipe.steps):
+        raise RunMismatchError(f"{layout.root} is finished; nothing was queued", mend="nothing")
+    if not any(job.role == "run" for job in jobs_of(layout)):
+        raise RunMismatchError(
+            f"no job of {layout.root} is queued or running that rollout workers could join; nothing was queued",
+            mend=f"`milesbatch resume {layout.root}` first",
+        )
 
 
 def _jobs_for(workers: int, own: int, per_job: int) -> int:

@@ -111,6 +111,7 @@ class Slurm(Section):
     time_limit_minutes: int = Field(
         60,
         ge=1,
+        le=525_600,
         description="Time limit of each job. A run goes on over as many jobs as it needs; short limits cost restarts.",
     )
     trainer: NodeGroup = Field(NodeGroup(), description="The trainer's nodes.")

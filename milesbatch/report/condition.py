@@ -18,7 +18,15 @@ from milesbatch.cluster import slurm
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import EXIT_NOT_WELL, EXIT_TEMPFAIL, SlurmError
 from milesbatch.records import IncarnationRecord
-from milesbatch.report.endings import Failure, batch_error, failure_of, last_word, lost_controller
+from milesbatch.report.endings import (
+    Failure,
+    batch_error,
+    ended_before,
+    failure_of,
+    killed_controller,
+    last_word,
+    lost_controller,
+)
 from milesbatch.report.queue import QueueView, ask_queue
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive, read_hint
@@ -168,7 +176,9 @@ def _alive(facts: _Facts) -> tuple[str, str | None]:
 
 
 def _over(facts: _Facts) -> str:
-    is_failed = facts.word.get("event") == "failed" or _error_since(facts) is not None
+    is_failed = (
+        facts.word.get("event") == "failed" or _error_since(facts) is not None or _never_began(facts) is not None
+    )
     return "failed" if is_failed else "stopped"
 
 
@@ -180,10 +190,27 @@ def _error_since(facts: _Facts) -> Failure | None:
     return batch_error(facts.layout, since)
 
 
+def _never_began(facts: _Facts) -> Failure | None:
+    """The end of a job before the run had any controller."""
+    if facts.record is not None or not facts.queue.was_asked or facts.queue.of_role("run"):
+        return None
+    return ended_before(facts.layout, _word_on_job)
+
+
+def _word_on_job(job_id: str) -> str:
+    try:
+        found = slurm.job(job_id)
+    except SlurmError:
+        return ""
+    return (
+        found[0].raw_state + (f" ({found[0].reason})" if found[0].reason not in ("", "None") else "") if found else ""
+    )
+
+
 def _ending_note(facts: _Facts) -> str | None:
     jobs = facts.queue.of_role("run")
     if jobs:
-        return f"job {jobs[-1].job_id} is ending"
+        return f"job {jobs[-1].job_id} is ending; whether Slurm starts it again shows when it has ended"
     if facts.queue.error is not None:
         return "Slurm does not answer: whether a job of this run is queued is not known"
     return None
@@ -194,7 +221,9 @@ def _why(facts: _Facts, state: str) -> tuple[str | None, Failure | None]:
     if facts.record is not None and facts.word.get("event") == "failed" and state == "failed":
         return str(facts.word.get("error")), failure_of(facts.layout, facts.record)
     if state == "failed":
-        failure = _error_since(facts)
+        failure = _error_since(facts) or _never_began(facts)
+    elif state == "stopped" and facts.record is not None and facts.word.get("event") == "controller_killed":
+        failure = killed_controller(facts.layout, facts.record, facts.word)
     elif state == "stopped" and facts.record is not None and not facts.word:
         failure = lost_controller(facts.layout, facts.record, facts.slurms_word)
     else:

@@ -7,7 +7,8 @@ be well.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -23,7 +24,7 @@ from milesbatch.store.layout import RunLayout
 
 CONTROLLER = "controller-0"
 VANISHED = "the controller was lost without a word (killed, or its node died)"
-_LAST_WORDS = ("finished", "stopped", "failed")
+_LAST_WORDS = ("finished", "stopped", "failed", "controller_killed")
 _TAIL_BYTES = 32 << 10
 _MOST_LINES = 12
 _UNSURE_LINES = 3
@@ -83,6 +84,11 @@ def stop_in_words(layout: RunLayout, record: IncarnationRecord) -> str:
     if cause == "signal":
         return f"it was stopped by a signal ({text})" if text else "it was stopped by a signal"
     return f"it was stopped: {text}"
+
+
+def killed_in_words(word: dict[str, Any]) -> str:
+    """What its guard said of a controller that was killed."""
+    return f"the controller was killed by {word.get('signal', 'a signal')}"
 
 
 def process_ends(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,6 +153,28 @@ def lost_controller(layout: RunLayout, record: IncarnationRecord, slurms_word: s
         return Failure(CONTROLLER, record.host, None, reason, "", ())
     lines = decisive_lines(log_tail(log.path, _TAIL_BYTES))
     return Failure(CONTROLLER, record.host, None, reason, str(log.path.relative_to(layout.root)), lines)
+
+
+def killed_controller(layout: RunLayout, record: IncarnationRecord, word: dict[str, Any]) -> Failure:
+    """A controller whose guard saw it killed."""
+    log = next((source for source in batch_logs(layout) if source.job_id == record.job_id), None)
+    place = "" if log is None else str(log.path.relative_to(layout.root))
+    number = getattr(signal, str(word.get("signal")), None)
+    code = None if number is None else -int(number)
+    return Failure(CONTROLLER, record.host, code, killed_in_words(word), place, ())
+
+
+def ended_before(layout: RunLayout, slurms_word: Callable[[str], str]) -> Failure | None:
+    """A newest batch job that ended before any controller began; ``slurms_word`` tells how a job ended, empty for unknown."""
+    logs = batch_logs(layout)
+    if not logs:
+        return None
+    word = slurms_word(logs[-1].job_id)
+    if word.startswith("CANCELLED"):
+        return None
+    lines = decisive_lines(log_tail(logs[-1].path, _TAIL_BYTES))
+    reason = f"job {logs[-1].job_id} ended before it had a controller" + (f"; Slurm says: {word}" if word else "")
+    return Failure(CONTROLLER, "", None, reason, str(logs[-1].path.relative_to(layout.root)), lines)
 
 
 def batch_error(layout: RunLayout, after: str) -> Failure | None:

@@ -17,6 +17,7 @@ from milesbatch.report.endings import (
     VANISHED,
     controller_events,
     excluded_nodes,
+    killed_in_words,
     last_word,
     process_ends,
     stop_in_words,
@@ -135,7 +136,12 @@ def cause_of_restart(layout: RunLayout) -> str:
     incarnations = read_incarnations(layout)
     word = last_word(layout, incarnations[-1] if incarnations else None)
     if not word:
+        events = controller_events(layout, incarnations[-1] if incarnations else None)
+        if any(event["event"] == "stopping" for event in events):
+            return f"{stop_in_words(layout, incarnations[-1])}; its job ended before that was done"
         return VANISHED
+    if word["event"] == "controller_killed":
+        return killed_in_words(word)
     if word["event"] == "failed":
         return f"it failed: {str(word.get('error', '')).splitlines()[0]}"
     return "more steps were asked for" if word["event"] == "finished" else stop_in_words(layout, incarnations[-1])

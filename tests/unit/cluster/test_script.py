@@ -249,6 +249,7 @@ def test_a_template_is_filled_in(tmp_path: Path) -> None:
         lines[lines.index("ulimit -n 65536") + 1 :]
         == [
             "echo {command} {directives}",  # what was filled in is not filled in again
+            "trap '' USR1",
             "exec " + COMMAND[0] + " " + " ".join(COMMAND[1:-1]) + " 'by hand: `submit`'",
         ]
     )

@@ -462,6 +462,23 @@ def test_who_waits_for_lost_groups_hears_of_unreachable_versions() -> None:
     assert asyncio.run(hub.regenerate(question)).unreachable == (1,)
 
 
+def test_a_worker_that_is_given_up_gets_no_block_with_its_last_question() -> None:
+    """Its poll is still open when it is forgotten; what it were given would be held until the lease runs out."""
+
+    async def story() -> tuple[wire.LeaseAnswer, wire.LeaseAnswer]:
+        hub = make_hub(-1)
+        poll = asyncio.create_task(hub.lease(wire.LeaseRequest(name="rollout-7000", wait_s=20.0, holding=())))
+        await asyncio.sleep(0)
+        hub.forget("rollout-7000")
+        hub.publish(wire.Published(version=0))
+        dead = await poll
+        return dead, await hub.lease(wire.LeaseRequest(name="rollout-7001", wait_s=0.0, holding=()))
+
+    dead, other = asyncio.run(story())
+    assert (dead.groups, dead.stop) == ((), False)
+    assert other.block == 0
+
+
 def test_an_idle_worker_tells_its_version_with_the_question_for_a_lease() -> None:
     """Its next heartbeat may come after the last checkpoint; and in bitwise mode it may go back to an older version."""
     hub = make_hub(9, rollout={"workers": 1})

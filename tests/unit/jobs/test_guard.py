@@ -59,6 +59,15 @@ def test_signals_are_handed_on(tmp_path: Path) -> None:
     assert process.wait(20) == signal.SIGTERM + signal.SIGUSR1
 
 
+def test_a_warning_before_anybody_handles_it_kills_nobody(tmp_path: Path) -> None:
+    process, child = start(tmp_path, "sleep")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    assert process.poll() is None and Path(f"/proc/{child}").exists()
+    os.kill(child, signal.SIGKILL)
+    process.wait(20)
+
+
 def test_a_killed_controller_is_noticed(tmp_path: Path) -> None:
     process, child = start(tmp_path, "sleep")
     os.kill(child, signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,3 +204,29 @@ def test_a_hint_that_does_not_grow_is_no_controller(layout: RunLayout, monkeypat
     launcher = Launcher()
     assert JoinLoop(order(layout), launcher, "7", Never()).run() == 0
     assert launcher.started == []
+
+
+def test_the_same_controller_is_joined_again_after_a_pause_of_its_signs_of_life(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk keeps its hint from growing for a while; who left then must come back."""
+    monkeypatch.setattr(join, "_JOIN_AGAIN_S", 0.3)
+    number = past_incarnation(layout)
+    write_secret(layout.token(number), b"secret")
+    hint = LivenessHint(layout, number, "http://10.0.0.1:4")
+    launcher, deadline = Launcher(), Never()
+    loop = JoinLoop(order(layout), launcher, "7", deadline)
+    loop._silent_s = 0.5
+
+    def live() -> None:
+        for pause_s in (*[0.1] * 10, 2.0, *[0.1] * 20):
+            hint.beat()
+            time.sleep(pause_s)
+        loop.was_signalled = True
+
+    beating = threading.Thread(target=live)
+    beating.start()
+    assert loop.run() == EXIT_TEMPFAIL
+    beating.join()
+    assert [context.name for context in launcher.started[:4]] == ["rollout-7000", "rollout-7001"] * 2
+    assert [context.attempt for context in launcher.started[:4]] == [1, 1, 1001, 1001]

@@ -124,12 +124,12 @@ def test_a_run_that_was_never_submitted_is_refused(fake: PreparedSlurm, layout: 
 @pytest.mark.parametrize(
     ("shape", "jobs", "workers", "submits", "ends"),
     [
-        ("het", [], 2, 0, []),
-        ("het", [], 6, 2, []),
-        ("single", [("8", "RUNNING", "rollout")], 6, 1, []),
-        ("het", [("8", "RUNNING", "rollout"), ("9", "RUNNING", "rollout")], 2, 0, ["9", "8"]),
-        ("het", [("8", "PENDING", "rollout"), ("9", "RUNNING", "rollout")], 4, 0, ["8"]),
-        ("separate", [("8", "RUNNING", "rollout")], 4, 1, []),
+        ("het", [("7", "RUNNING", "run")], 2, 0, []),
+        ("het", [("7", "RUNNING", "run")], 6, 2, []),
+        ("single", [("7", "PENDING", "run"), ("8", "RUNNING", "rollout")], 6, 1, []),
+        ("het", [("7", "RUNNING", "run"), ("8", "RUNNING", "rollout"), ("9", "RUNNING", "rollout")], 2, 0, ["9", "8"]),
+        ("het", [("7", "RUNNING", "run"), ("8", "PENDING", "rollout"), ("9", "RUNNING", "rollout")], 4, 0, ["8"]),
+        ("separate", [("7", "RUNNING", "run"), ("8", "RUNNING", "rollout")], 4, 1, []),
         ("separate", [("8", "RUNNING", "rollout"), ("7", "RUNNING", "run")], 0, 0, ["8"]),
     ],
 )
@@ -160,3 +160,16 @@ def test_numbers_that_whole_jobs_cannot_reach_are_refused(
     assert f"{workers} rollout workers cannot be reached" in str(caught.value)
     assert f"choose one of {own}, {own + 2}, {own + 4}, {own + 6}" in str(caught.value)
     assert fake.submitted() == [] and fake.said_to("scancel") == []
+
+
+def test_nobody_is_called_for_a_run_that_nothing_runs(fake: PreparedSlurm, layout: RunLayout) -> None:
+    queued(fake, submitted(layout, "separate"), ("8", "RUNNING", "rollout"))
+    with pytest.raises(RunMismatchError, match="is queued or running that rollout workers could join"):
+        life.scale(layout, 4)
+    assert fake.submitted() == [] and fake.said_to("scancel") == []
+
+
+def test_a_resumed_run_keeps_the_rollout_jobs_that_wait_for_it(fake: PreparedSlurm, layout: RunLayout) -> None:
+    queued(fake, submitted(layout, "separate"), ("8", "RUNNING", "rollout"))
+    assert life.resume(layout) == {"run": "101"}
+    assert all("milesbatch.jobs.control" in text for text in fake.submitted())

@@ -126,7 +126,6 @@ def test_everything_that_only_compute_nodes_have_is_blocked(login_node: dict[str
         (("status", "run"), "step"),
         (("cancel", "run"), "was not running"),
         (("resume", "run"), "run job 101"),
-        (("scale", "run", "--rollout", "4"), "4 rollout workers"),
         (("logs", "run"), "step 6 of 8"),
         (("traj", "ls", "run"), "rollout-0"),
         (("traj", "stats", "run"), "reward"),
@@ -141,6 +140,11 @@ def test_people_work_without_torch(
     done = call(login_node, tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout + done.stderr
+
+
+def test_scaling_asks_slurm_without_torch(login_node: dict[str, str], run: RunLayout, tmp_path: Path) -> None:
+    done = call(login_node, tmp_path, "scale", "run", "--rollout", "4")
+    assert done.returncode == 2 and "no job of run is queued or running" in done.stderr, done.stderr
 
 
 def test_machines_work_without_torch_too(login_node: dict[str, str], run: RunLayout, tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ def load(directory: Path, *overrides: str) -> Recipe:
         ("slurm.shape=two", 'found "two"; allowed: one of `het`, `single`, `separate`'),
         ("slurm.trainer.nodes=0", "found 0; allowed: integer, at least 1"),
         ("slurm.trainer.gpus_per_task=-1", "found -1; allowed: integer, at least 0"),
-        ("slurm.time_limit_minutes='1:00:00'", 'found "1:00:00"; allowed: integer, at least 1 (without quotes)'),
+        (
+            "slurm.time_limit_minutes='1:00:00'",
+            'found "1:00:00"; allowed: integer, at least 1, at most 525600 (without quotes)',
+        ),
         ("slurm.rollout.exclusive=1", "found 1; allowed: true or false"),
         ("slurm.trainer.partition='a b'", 'found "a b"; allowed: text (without blanks'),
         ("slurm.trainer.gpus=4", "did you mean `slurm.trainer.gpus_per_task`?"),

@@ -360,7 +360,10 @@ def test_a_job_that_is_ending(layout: RunLayout, slurm: PreparedSlurm) -> None:
     says(layout, stopped={"step": 3})
     queue(slurm, layout, "12|COMPLETING|None|n1|30:00|x|<run>")
     body = run_status(layout)
-    assert (body["state"], body["note"]) == ("stopped", "job 12 is ending")
+    assert (body["state"], body["note"]) == (
+        "stopped",
+        "job 12 is ending; whether Slurm starts it again shows when it has ended",
+    )
 
 
 # -- restarts and nodes ---------------------------------------------------------------------------------------------------

@@ -18,4 +18,6 @@
 #SBATCH --switches=1@10:00
 #SBATCH --mail-user="a b"
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -12,6 +12,7 @@
 #SBATCH --cpus-per-task=1
 #SBATCH --partition=rollout
 
+trap '' USR1
 export GLOO_SOCKET_IFNAME=lo
 
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

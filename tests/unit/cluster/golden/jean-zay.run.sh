@@ -16,6 +16,7 @@
 #SBATCH --qos=qos_gpu_h100-t3
 #SBATCH --hint=nomultithread
 
+trap '' USR1
 module purge
 module load arch/h100
 source $WORK/milesbatch/bin/activate

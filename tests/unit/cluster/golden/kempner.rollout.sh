@@ -17,6 +17,7 @@
 #SBATCH --exclude=holygpu1
 #SBATCH --partition=kempner_requeue
 
+trap '' USR1
 module load python
 
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

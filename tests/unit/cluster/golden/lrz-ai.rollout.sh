@@ -13,4 +13,6 @@
 #SBATCH --gres=gpu:4
 #SBATCH --partition=lrz-hgx-h100-94x4
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

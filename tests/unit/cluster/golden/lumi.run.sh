@@ -21,6 +21,7 @@
 #SBATCH --account=project_465000000
 #SBATCH --partition=small-g
 
+trap '' USR1
 export GLOO_SOCKET_IFNAME=hsn0
 export NCCL_SOCKET_IFNAME=hsn
 

@@ -16,4 +16,6 @@
 #SBATCH --partition=idle
 #SBATCH --qos=long
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

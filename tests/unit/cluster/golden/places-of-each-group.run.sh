@@ -28,4 +28,6 @@
 #SBATCH --exclude=
 #SBATCH --reservation=
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -11,4 +11,6 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=1
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -15,6 +15,7 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=1
 
+trap '' USR1
 module purge
 source "$WORK/env/bin/activate"  # {command} stays
 export A=1

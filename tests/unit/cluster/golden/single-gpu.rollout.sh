@@ -13,4 +13,6 @@
 #SBATCH --gres=gpu:2
 #SBATCH --mem=64G
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -14,4 +14,6 @@
 #SBATCH --mem=200G
 #SBATCH --exclusive
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -12,4 +12,6 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=h100:8
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'

@@ -12,4 +12,6 @@
 #SBATCH --cpus-per-task=1
 #SBATCH --exclude=n2,n4
 
+trap '' USR1
+
 exec /venv/bin/python -u -m milesbatch.jobs.control /scratch/me/runs/tiny --cause 'by hand: `submit`'
