@@ -11,8 +11,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from milesbatch.controller.display import sparkline
+
 _COLOURS = {"failed": "bold red", "unknown": "bold yellow", "stopped": "yellow", "queued": "cyan", "finished": "green"}
 _LABEL_WIDTH = 15
+_BAR = 20
+_SPARKS = 36
+_LITTLE_DISK_BYTES = 10 << 30
 Row = tuple[str, str]
 
 
@@ -62,7 +67,7 @@ def _head(body: dict[str, Any]) -> list[Row]:
         ("run", str(body["run_id"] or "(not begun)")),
         ("state", body["state"] + (f": {body['note']}" if body["note"] else "")),
         *_cause(body),
-        ("step", f"{body['step']} of {body['steps']}"),
+        ("step", _progress(body)),
         ("policy version", version if body["policy_version"] >= 0 else "none yet"),
         ("last checkpoint", f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"),
         ("if it died now", f"nothing is lost; {body['would_be_replayed']} steps would be replayed"),
@@ -74,6 +79,10 @@ def _head(body: dict[str, Any]) -> list[Row]:
         found.append(
             ("reward", f"{body['reward_mean']:.3f}, lag mean {lag['mean']:.2f}, max {lag['max']:.0f} versions")
         )
+        if len(body["rewards"]) > 1:
+            found.append(("", sparkline(body["rewards"], _SPARKS)))
+    if (free := body["disk_free_bytes"]) is not None and free < _LITTLE_DISK_BYTES:
+        found.append(("disk", f"only {free / 2**30:.1f} GiB are free where the run lies"))
     found.append(("incarnation", f"{body['incarnation']} (jobs: {', '.join(body['job_ids']) or 'none'})"))
     if body["slurm"] not in (None, "answers"):
         found.append(("slurm", f"{body['slurm']}; this is from files alone"))
@@ -81,6 +90,16 @@ def _head(body: dict[str, Any]) -> list[Row]:
         speed = f"  ({body['tokens_per_s']:.0f} tokens/s)" if body["tokens_per_s"] else ""
         found.append(("waits for", body["waiting_for"] + speed))
     return found
+
+
+def _progress(body: dict[str, Any]) -> str:
+    """How far, as a bar too, and how much longer."""
+    text = f"{body['step']} of {body['steps']}"
+    if not body["steps"]:
+        return text
+    full = min(body["step"] * _BAR // body["steps"], _BAR)
+    left = "" if body["seconds_left"] is None else f", about {duration(body['seconds_left'])} left"
+    return f"{text}  {'█' * full}{'░' * (_BAR - full)}{left}"
 
 
 def _cause(body: dict[str, Any]) -> list[Row]:
@@ -116,6 +135,7 @@ def _lists(body: dict[str, Any]) -> list[tuple[bool, list[Row]]]:
             ],
         ),
         (False, [(f"  {worker['name']}", _worker_in_words(worker)) for worker in body["workers"]]),
+        (True, [("  event", f"{event['at'][11:19]}Z {event['text']}") for event in body["events"]]),
     ]
     return [(is_newest_last, group) for is_newest_last, group in found if group]
 

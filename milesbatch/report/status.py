@@ -7,6 +7,7 @@ files alone when nobody else answers, and says so. The page behind it is ``docs/
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 from milesbatch.errors import CorruptArtefactError, InputError
@@ -22,12 +23,16 @@ from milesbatch.report.endings import (
     process_ends,
     stop_in_words,
 )
-from milesbatch.report.summary import last_figures
+from milesbatch.report.event_words import event_in_words
+from milesbatch.report.summary import recent_steps, seconds_left
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.trajectories.inflight_reader import unfinished_episodes
+
+_EVENTS = 5
+"""How many of the controller's last events are told."""
 
 
 def run_status(layout: RunLayout) -> dict[str, Any]:
@@ -67,14 +72,17 @@ class StatusReader:
         self._step = step = _last_step(layout, self._step)
         version, digest = _newest_version(layout, step)
         checkpoint = _last_checkpoint(layout, step)
-        figures, live = last_figures(layout), condition.live or {}
+        recent, live = recent_steps(layout), condition.live or {}
+        figures = recent[-1]["metrics"] if recent else {}
+        steps, events = self._steps(run), controller_events(layout, current)
         limit = run.recipe.slurm.max_excluded_nodes if run else 0
         queued = [job.job_id for job in condition.queue.of_role("run")]
         return condition, {
             "run_id": run.record.run_id if run else None,
             "state": condition.state,
             "step": step,
-            "steps": self._steps(run),
+            "steps": steps,
+            "seconds_left": seconds_left(recent, steps) if condition.state == "running" else None,
             "policy_version": version,
             "weights_digest": digest,
             "incarnation": current.incarnation if current else 0,
@@ -84,6 +92,8 @@ class StatusReader:
             "workers": live.get("workers", []),
             "lag": {"mean": figures.get("lag_mean"), "max": figures.get("lag_max")},
             "reward_mean": figures.get("reward_mean"),
+            "rewards": [event["metrics"]["reward_mean"] for event in recent],
+            "disk_free_bytes": _disk_free(layout),
             "cause": condition.cause,
             "failure": condition.failure.to_json() if condition.failure else None,
             "waiting_for": live.get("waiting_for"),
@@ -93,7 +103,8 @@ class StatusReader:
             "slurm": condition.queue.word,
             "jobs": [job.to_json() for job in condition.queue.jobs],
             "excluded_nodes": excluded_nodes(layout, incarnations, limit),
-            "process_ends": process_ends(controller_events(layout, current)),
+            "process_ends": process_ends(events),
+            "events": [{"at": event["at"], "text": event_in_words(event)} for event in events[-_EVENTS:]],
             "note": condition.note,
         }
 
@@ -145,6 +156,15 @@ def cause_of_restart(layout: RunLayout) -> str:
     if word["event"] == "failed":
         return f"it failed: {str(word.get('error', '')).splitlines()[0]}"
     return "more steps were asked for" if word["event"] == "finished" else stop_in_words(layout, incarnations[-1])
+
+
+def _disk_free(layout: RunLayout) -> int | None:
+    """What this user may still write where the run lies."""
+    try:
+        found = os.statvfs(layout.root)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def _restart(record: IncarnationRecord) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import read_incarnations
 
 _TAIL_BYTES = 256 << 10
+_LOGS = 8
+"""How many of the newest logs are looked into for the last steps."""
 
 
 def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
@@ -23,16 +28,25 @@ def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def last_figures(layout: RunLayout) -> dict[str, float]:
-    """Figures of the last step that was trained, from the ends of the trainer's event logs; empty before the first step."""
-    best: dict[str, Any] = {"step": 0, "metrics": {}}
-    for record in read_incarnations(layout):
+def recent_steps(layout: RunLayout, most: int = 60) -> list[dict[str, Any]]:
+    """``train_step`` events of the last steps, at most ``most``, ascending; from the ends of the trainer's event logs."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in read_incarnations(layout)[-_LOGS:]:
         path = layout.event_log("trainer-0", record.incarnation)
         for event, _ in read_events(path, _offset_of_tail(path)):
-            if event["event"] == "train_step" and int(event["step"]) > int(best["step"]):
-                best = event
-    figures: dict[str, float] = best["metrics"]
-    return figures
+            if event["event"] == "train_step":
+                steps.setdefault(int(event["step"]), event)
+    return [steps[step] for step in sorted(steps)[-most:]]
+
+
+def seconds_left(events: Sequence[Mapping[str, Any]], steps: int) -> float | None:
+    """Until the last of ``steps`` at the pace of ``events`` (recent steps); None when that is not known.
+
+    The median pause between two steps counts, so that a restart among them does not.
+    """
+    times = [datetime.fromisoformat(str(event["at"])).timestamp() for event in events]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times) if later > earlier]
+    return None if not pauses else statistics.median(pauses) * max(steps - int(events[-1]["step"]), 0)
 
 
 def _offset_of_tail(path: Path) -> int:

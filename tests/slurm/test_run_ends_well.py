@@ -56,6 +56,55 @@ def test_time_limits_are_passed_by_a_chain_of_starts(new_run: NewRun, unbroken: 
     run.check_no_process_is_left()
 
 
+@pytest.mark.long
+def test_a_save_that_takes_too_long_gives_way_to_the_requeue(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is stuck when the limit comes near: the job must be queued again before Slurm ends it for good."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "faults: [{name: slow, role: trainer-0, point: trainer.recorded, nth: 30, action: delay, seconds: 100}]"
+    )
+    monkeypatch.setenv("MILESBATCH_FAULTS", str(plan))
+    run = new_run()
+    run.submit("slurm.time_limit_minutes=1", f"steps={STEPS * 10}")
+    (job_id,) = run.job_ids()
+    run.wait(lambda: len(run.incarnations()) >= 2, "a continuation", 300.0)
+    run.wait_new_steps()
+    assert [(record["job_id"], record["restart_count"]) for record in run.incarnations()[:2]] == [
+        (str(job_id), 0),
+        (str(job_id), 1),
+    ]
+    assert "Slurm ends the job in" in run.incarnations()[1]["cause"]
+    ended = run.milesbatch("cancel", run.directory)
+    assert ended.code == 0, ended.err
+    assert json.loads(run.milesbatch("audit", run.directory, "--json").out)["ok"]
+    run.check_no_process_is_left()
+
+
+SLOW_SITE = """extends: {devcluster}
+setup: ['sleep 8']
+"""
+
+
+def test_a_warning_while_the_script_sets_up_ends_nothing(new_run: NewRun, unbroken: object, tmp_path: Path) -> None:
+    """Modules load for seconds on real sites, and Slurm's warning kills a process that does not expect it."""
+    run = new_run()
+    site = tmp_path / "slow.yaml"
+    site.write_text(SLOW_SITE.format(devcluster=shipped_sites() / "devcluster.yaml"))
+    run.submit(site=site)
+    (job_id,) = run.job_ids()
+    job = str(job_id)
+    wait_until(
+        lambda: "RUNNING" in run.cluster.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, "the job runs", 60.0
+    )
+    run.cluster.run(["scancel", "--batch", "--signal=USR1", job])
+    wait_until(lambda: (run.directory / "run.json").exists() or run.log(), "the controller speaks", 120.0)
+    run.cluster.run(["scancel", "--batch", "--signal=USR1", job])  # while the model is made
+    run.finish(unbroken)
+    assert [record["restart_count"] for record in run.incarnations()] == [0]
+
+
 BLIND_SQUEUE = """#!/bin/sh
 case "$*" in *%L*) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1;; esac
 exec {squeue} "$@"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
+
 from milesbatch.controller.stopping import StopCause
 from milesbatch.errors import SlurmError
 from milesbatch.jobs.deadline import DeadlineWatch
@@ -47,6 +49,15 @@ def test_time_counts_down_between_two_answers() -> None:
     assert stop is not None
     assert (stop.cause, stop.at_once, stop.nodes) == (StopCause.TIME_LIMIT, False, ())
     assert "59 s" in stop.text and "60 s" in stop.text
+
+
+@pytest.mark.parametrize(("left_s", "within_s"), [(60.0, 50.0), (21.0, 11.0), (20.0, 10.0), (8.0, 4.0)])
+def test_time_is_kept_for_queueing_the_job_again(left_s: float, within_s: float) -> None:
+    """What is not saved by then is given up: a job that is over cannot be requeued. Of little time half is for saving."""
+    watch = DeadlineWatch(lambda: 100.0, Slurm(left_s), clock=Clock())
+    watch.ask_once()
+    stop = watch.look_for_stop()
+    assert stop is not None and stop.within_s == within_s
 
 
 def test_an_unanswered_question_lets_the_last_answer_count_down() -> None:
