@@ -31,6 +31,9 @@ def report(
     audit: Annotated[
         bool, typer.Option("--audit/--no-audit", help="Prove the run for the page: reads every committed byte.")
     ] = True,
+    track: Annotated[
+        bool, typer.Option("--track", help="Also put what was written into the run's MLflow run, as artefacts.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run: curves, timeline, faults and restarts, lag, weights, samples, recipe.
@@ -44,6 +47,11 @@ def report(
     if output is not None or trace is None:
         place = output or Path(f"{layout.root.resolve().name}-report.html")
         written["page"] = write_page(layout, place, with_audit=audit, tell_progress=_tell)
+    if track:
+        from milesbatch.tracking.attach import MlflowRun  # imports MLflow
+
+        MlflowRun(layout).add_files([file.path for file in written.values()])
+        _tell("put into the run's MLflow run")
     if as_json:
         body = {kind: {"path": str(w.path), "bytes": w.bytes, "gaps": list(w.gaps)} for kind, w in written.items()}
         print(json.dumps(body, indent=1, ensure_ascii=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from milesbatch.cli.runs import find_run
-from milesbatch.errors import EXIT_NOT_WELL
+from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
 from milesbatch.weights.materialize import materialize as write_version
 from milesbatch.weights.reader import committed_versions, is_retired
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Policy versions of a run: list them, check their digests, write one as a model directory.",
+    help="Policy versions of a run: list, check, write out as a model directory, register.",
 )
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a name under $MILESBATCH_RUNS.")]
@@ -78,6 +79,35 @@ def materialize(
         f"policy version {version} ({manifest.weights_digest}) written to {output}", soft_wrap=True, markup=False
     )
     console.print(f"load it with: AutoModelForCausalLM.from_pretrained({str(output)!r})", soft_wrap=True, markup=False)
+
+
+@app.command("register", epilog="Example: milesbatch weights register runs/tiny --version 20 --name tiny-sums")
+def register(
+    run: RunArgument,
+    version: Annotated[int, typer.Option("--version", min=0, help="Policy version, as `weights ls` shows it.")],
+    name: Annotated[str, typer.Option("--name", help="Registered model; made when there is none of that name.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Put one policy version into MLflow's model registry, as a Hugging Face directory, with its weights digest as a tag."""
+    from milesbatch.tracking.attach import MlflowRun  # imports MLflow
+
+    if not name or set(name) & set("/:%\"'"):
+        raise UsageError(
+            f"{name!r} cannot name a registered model", mend="use letters, digits, dots, underscores, hyphens"
+        )
+    layout = find_run(run)
+    tracked = MlflowRun(layout)
+    with tempfile.TemporaryDirectory(prefix="milesbatch-") as scratch:
+        directory = Path(scratch) / "model"
+        manifest = write_version(layout, version, directory)
+        registered = tracked.register_model(directory, name, version, manifest.weights_digest)
+    if as_json:
+        _print_json({"name": name, "registered": registered, "version": version, "digest": manifest.weights_digest})
+        return
+    text = (
+        f"policy version {version} ({manifest.weights_digest}) is version {registered} of the registered model {name}"
+    )
+    Console().print(text, soft_wrap=True, markup=False)
 
 
 def _table(found: list[WeightsRow]) -> Table:

@@ -18,7 +18,8 @@ from milesbatch.errors import StorageError
 from milesbatch.store.run import OpenRun
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_TAG = "milesbatch.run_id"
+RUN_TAG = "milesbatch.run_id"
+"""By which the MLflow run of a run is found again."""
 _STEP_METRIC = "reward_mean"
 _LOCK_S = 10.0
 """How long another program may hold the database."""
@@ -84,12 +85,12 @@ class MlflowTracker:
         return str(self._client.create_experiment(name, artifact_location=artefacts.resolve().as_uri()))
 
     def _find(self, experiment: str, run: OpenRun) -> str | None:
-        query = f"tags.`{_TAG}` = '{run.record.run_id}'"
+        query = f"tags.`{RUN_TAG}` = '{run.record.run_id}'"
         runs = self._client.search_runs([experiment], query, max_results=1)
         return str(runs[0].info.run_id) if runs else None
 
     def _create(self, experiment: str, run: OpenRun) -> str:
-        created = self._client.create_run(experiment, tags={_TAG: run.record.run_id}, run_name=run.record.name)
+        created = self._client.create_run(experiment, tags={RUN_TAG: run.record.run_id}, run_name=run.record.name)
         run_id = str(created.info.run_id)
         for name, value in flatten(run.recipe.model_dump(mode="json")):
             self._client.log_param(run_id, name, str(value)[:500])
