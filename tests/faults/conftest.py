@@ -76,7 +76,7 @@ def stopped(shared: Path, cache: Path) -> Path:
         faults = plan(directory / "plan.yaml", wait, {**moment, "action": "kill"})
         settings = (*STOPPED_SETTINGS, "--set", "slurm.max_restarts_without_progress=0")
         ended = milesbatch("run", QUICK, "--run-dir", directory / "run", *settings, cache=cache, faults=faults)
-        check_clear(ended, 1, "trainer-0 died", "SIGKILL")
+        check_clear(ended, 1, "trainer-0 on ", " died ", "SIGKILL")
         assert len(fired(directory / "run")) == 2
         retire(RunLayout(directory / "run"))
 
