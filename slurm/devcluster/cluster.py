@@ -71,8 +71,8 @@ class Cluster(Client):
                 self._start_missing(settings, afresh=True)
                 break
             except ClusterError:
-                # Another program may take a port after it was chosen.
-                if attempt == _STARTS - 1 or not self._outputs_have("Address already in use"):
+                # Another program may take a port after it was chosen; and slurmctld was seen to end at once without a word.
+                if attempt == _STARTS - 1 or (attempt and not self._outputs_have("Address already in use")):
                     self.daemons.end_all()
                     raise
 
