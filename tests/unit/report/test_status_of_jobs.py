@@ -355,6 +355,26 @@ def test_an_error_after_the_last_incarnation_counts_and_an_older_one_does_not(
     assert run_status(layout)["state"] == "stopped"
 
 
+@pytest.mark.parametrize(("state", "shown"), [("FAILED", "failed"), ("CANCELLED", "stopped")])
+def test_a_job_that_ended_before_python_began(layout: RunLayout, slurm: PreparedSlurm, state: str, shown: str) -> None:
+    log = layout.logs / "slurm-run-12.log"
+    log.write_text("/var/spool/job12/script: line 9: /nope/python: No such file or directory\n")
+    show_job(slurm, state)
+    body = run_status(layout)
+    assert body["state"] == shown
+    if shown == "failed":
+        assert body["cause"] == "job 12 ended before it had a controller; Slurm says: FAILED"
+        assert "/nope/python: No such file" in body["failure"]["lines"][0]
+
+
+def test_a_controller_whose_guard_saw_it_killed(layout: RunLayout, slurm: PreparedSlurm) -> None:
+    incarnation(layout)
+    says(layout, controller_killed={"signal": "SIGKILL"})
+    body = run_status(layout)
+    assert (body["state"], body["cause"]) == ("stopped", "the controller was killed by SIGKILL")
+    assert body["failure"]["exit_code"] == -9
+
+
 def test_a_job_that_is_ending(layout: RunLayout, slurm: PreparedSlurm) -> None:
     incarnation(layout)
     says(layout, stopped={"step": 3})
