@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from milesbatch.cluster.context import cache_directory, child_environment
+from milesbatch.cluster.last_words import own_error
 from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedError, StorageError
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
@@ -45,7 +46,7 @@ def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[s
             else:
                 report(line.rstrip())
         said = process.stderr.read()
-    expected = _own_error(said)  # with what to do about it
+    expected = own_error(said)  # with what to do about it
     if process.returncode == InputError.exit_code and expected:
         raise InputError(expected)
     if process.returncode == StorageError.exit_code and expected:
@@ -56,13 +57,6 @@ def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[s
             mend=f"`{shlex.join(command)}` must work on that node: see container, `python` and modules of the site file",
         )
     return fingerprints
-
-
-def _own_error(said: str) -> str:
-    """The error that the process ended with, empty when it said none; a job step's srun has the last word otherwise."""
-    lines = [line for line in said.strip().splitlines() if not line.startswith(("srun:", "slurmstepd"))]
-    _, found, own = ("\n" + "\n".join(lines)).rpartition("\nerror: ")
-    return own.strip() if found else ""
 
 
 def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Callable[[str], None]) -> dict[str, str]:

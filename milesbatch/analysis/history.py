@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milesbatch import FORMAT_VERSION
+from milesbatch.audit.findings import numbered
 from milesbatch.errors import CorruptArtefactError, MilesbatchError
-from milesbatch.ids import parse_number
 from milesbatch.records import BatchRecord, GroupRef, IncarnationRecord, Rejection, digest_bytes
-from milesbatch.store.durable import read_optional, storage_error
+from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals
 
@@ -119,23 +119,14 @@ def read_batch(path: Path) -> BatchRecord | None:
     return BatchRecord.model_validate(body)
 
 
-def _numbered(directory: Path) -> Iterator[int]:
-    try:
-        names = [path.name for path in directory.iterdir()] if directory.exists() else []
-    except OSError as error:
-        raise storage_error(directory, error) from error
-    numbers = []
-    for name in names:
-        try:
-            numbers.append(parse_number(name.removesuffix(".json")))
-        except ValueError:
-            continue
-    return iter(sorted(numbers))
+def _newest(directory: Path) -> int:
+    """Largest number that a record in ``directory`` is named by; 0 for none."""
+    return max((number for number, _ in numbered(directory, ".json")), default=0)
 
 
 def _incarnations(layout: RunLayout, errors: list[MilesbatchError]) -> Iterator[IncarnationRecord]:
     """Incarnation records, ascending; the seal of one that is damaged is not known and left out, as an audit does."""
-    for number in range(1, max(_numbered(layout.incarnations), default=0) + 1):
+    for number in range(1, _newest(layout.incarnations) + 1):
         path = layout.incarnation(number)
         try:
             data = read_optional(path)
@@ -154,7 +145,7 @@ def _records(layout: RunLayout, seals: Seals, promised: int, errors: list[Milesb
     """Batch records that count, ascending. A gap is an error when later ones count or a seal says that it was
     filled."""
     gaps: list[tuple[int, CorruptArtefactError]] = []
-    for step in range(1, max(max(_numbered(layout.batches), default=0), promised) + 1):
+    for step in range(1, max(_newest(layout.batches), promised) + 1):
         path = layout.batch(step)
         try:
             record = read_batch(path)

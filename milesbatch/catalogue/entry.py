@@ -17,19 +17,17 @@ from typing import Any
 
 from milesbatch.decisions.going_on import BY_HAND
 from milesbatch.errors import MilesbatchError
-from milesbatch.recipe.models import Recipe
+from milesbatch.recipe.dotted import dotted
 from milesbatch.records import IncarnationRecord
-from milesbatch.report.endings import controller_events, failure_of, last_word
+from milesbatch.report.endings import CONTROLLER, Failure, controller_events, failure_of, last_word
 from milesbatch.report.status import is_finished
-from milesbatch.report.summary import step_events
-from milesbatch.store.events import read_events
+from milesbatch.report.summary import first_and_last, first_of_each, trained_in
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive
 from milesbatch.store.run import open_run
 from milesbatch.store.survey import read_incarnations
 
-_FEW = 5
-"""Steps at either end over which a mean reward is taken."""
+_LOST = "the controller was lost without a word"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,60 +118,44 @@ def _read(layout: RunLayout, path: str) -> Entry:
     if newest is None:
         return Entry(path=path, name=layout.root.name, state="queued")
     run = open_run(layout, newest.incarnation)
-    steps = step_events(layout)
-    state, cause, process, host, remedy = _state(layout, newest, run.recipe.steps)
+    trained = {record.incarnation: trained_in(layout, record.incarnation) for record in records}
+    steps = first_of_each(event for events in trained.values() for event in events)
+    state, cause, failure = _state(layout, newest, run.recipe.steps)
     return Entry(
         path=path,
         name=run.recipe.name,
         run_id=run.record.run_id,
         state=state,
         cause=cause,
-        failed_process=process,
-        failed_host=host,
-        remedy=remedy,
+        failed_process=None if failure is None else failure.name,
+        failed_host=None if failure is None else failure.host,
+        remedy=None if failure is None else failure.try_this or None,
         created_at=run.record.created_at,
         last_at=max((str(event["at"]) for event in steps.values()), default=None),
         step=max(steps, default=0),
         steps=run.recipe.steps,
         **_figures([event["metrics"] for event in steps.values()]),
-        replayed_steps=_replayed(layout, records),
-        starts=tuple(_start(layout, record) for record in records[1:]),
+        replayed_steps=sum(bool(event.get("replayed")) for events in trained.values() for event in events),
+        starts=tuple(_start(record, trained[record.incarnation]) for record in records[1:]),
         diagnosis_s=_diagnosis(layout, records),
-        recipe=flat(run.recipe),
+        recipe=dotted(run.recipe.model_dump(mode="json")),
     )
 
 
-def flat(recipe: Recipe) -> dict[str, Any]:
-    """Dotted path -> value; a list is one value."""
-    found: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            found[prefix] = value
-
-    walk("", recipe.model_dump(mode="json"))
-    return found
-
-
-def _state(
-    layout: RunLayout, newest: IncarnationRecord, steps: int
-) -> tuple[str, str | None, str | None, str | None, str | None]:
-    """State, and of a bad end: cause, process, host, remedy."""
+def _state(layout: RunLayout, newest: IncarnationRecord, steps: int) -> tuple[str, str | None, Failure | None]:
+    """State; and of a bad end its cause, and who it was."""
     if is_finished(layout, steps):
-        return "finished", None, None, None, None
+        return "finished", None, None
     word = last_word(layout, newest)
     if word.get("event") == "failed":
         failure = failure_of(layout, newest)
         said = str(word.get("error", "")).splitlines()
-        return "failed", said[0] if said else failure.reason, failure.name, failure.host, failure.try_this or None
+        return "failed", said[0] if said else failure.reason, failure
     if word:
-        return "stopped", None, None, None, None
+        return "stopped", None, None
     if newest.host != socket.gethostname() or is_alive(layout, newest):
-        return "running", None, None, None, None
-    return "lost", "the controller was lost without a word", "controller-0", newest.host, None
+        return "running", None, None
+    return "lost", _LOST, Failure(CONTROLLER, newest.host, None, "", "", ())
 
 
 def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -181,7 +163,7 @@ def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     if not metrics:
         return {}
     rewards = [row["reward_mean"] for row in metrics]
-    few = max(1, min(_FEW, len(rewards) // 2))
+    _, first, last = first_and_last(rewards)
     best = max(range(len(rewards)), key=rewards.__getitem__)
 
     def values(key: str) -> list[float]:
@@ -196,8 +178,8 @@ def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     samples, tokens, rejected = total("samples"), total("tokens"), total("groups_rejected")
     failed = total("failed")
     return {
-        "reward_first": round(statistics.fmean(rewards[:few]), 6),
-        "reward_last": round(statistics.fmean(rewards[-few:]), 6),
+        "reward_first": round(first, 6),
+        "reward_last": round(last, 6),
         "reward_best": rewards[best],
         "reward_best_step": int(metrics[best]["step"]),
         "lag_mean": mean("lag_mean"),
@@ -210,17 +192,8 @@ def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def _trained(layout: RunLayout, record: IncarnationRecord) -> list[dict[str, Any]]:
-    path = layout.event_log("trainer-0", record.incarnation)
-    return [event for event, _ in read_events(path) if event["event"] == "train_step"]
-
-
-def _replayed(layout: RunLayout, records: Sequence[IncarnationRecord]) -> int:
-    return sum(bool(event.get("replayed")) for record in records for event in _trained(layout, record))
-
-
-def _start(layout: RunLayout, record: IncarnationRecord) -> Start:
-    new = [event["at"] for event in _trained(layout, record) if not event.get("replayed")]
+def _start(record: IncarnationRecord, trained: Sequence[Mapping[str, Any]]) -> Start:
+    new = [event["at"] for event in trained if not event.get("replayed")]
     return Start(
         incarnation=record.incarnation,
         cause=record.cause,

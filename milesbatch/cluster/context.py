@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from milesbatch.errors import InputError
 from milesbatch.recipe.shipped import shipped_sites
@@ -173,7 +172,7 @@ def mlflow_uri(default: str) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or default
 
 
-def wandb_mode() -> Any:
+def wandb_mode() -> str:
     """``$WANDB_MODE``; not set: ``offline``, so that a compute node without a network is no reason to fail."""
     return os.environ.get("WANDB_MODE") or "offline"
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from milesbatch.cluster.context import RoleContext
+from milesbatch.cluster.last_words import last_error
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.memory import MemoryKills, slurm_says_out_of_memory
 from milesbatch.cluster.port import Launcher, RunningProcess
@@ -32,8 +33,6 @@ _LOST_HEARTBEATS = 7.5
 _START_S = 180.0
 _SETTLE_S = 1.0
 """Slurm tells of a step's end up to a second late."""
-_SLURMS_WORDS = ("srun:", "slurmstepd")
-"""How lines begin that tell of an end, and not of its cause."""
 
 
 @dataclass(slots=True)
@@ -284,14 +283,3 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def last_error(tail: str) -> str:
-    """The decisive lines at the end of a log: from the last ``error:`` on, else the last line of a traceback."""
-    position = max(tail.rfind("\nerror: "), 0 if tail.startswith("error: ") else -1)
-    if position >= 0:
-        said = tail[position:].strip().removeprefix("error: ").splitlines()
-        return "\n".join(line for line in said if not line.startswith(_SLURMS_WORDS)).strip()
-    lines = [line for line in tail.splitlines() if line.strip()]
-    own = [line for line in lines if not line.startswith(_SLURMS_WORDS)]
-    return (own or lines)[-1].strip() if lines else ""

@@ -278,10 +278,12 @@ def _controller_killed(arguments: Sequence[str], number: int) -> int:
 def _tell_killed(batch: Batch, number: int) -> None:
     """The controller's last word, said for it; nothing is decided by it."""
     try:
-        newest = read_incarnations(batch.layout)[-1:]
-        own = [r for r in newest if (r.job_id, r.restart_count) == (batch.job.job_id, batch.job.restart_count)]
-        for record in own:
-            EventLog(batch.layout, "controller-0", record.incarnation).write(
+        incarnations = read_incarnations(batch.layout)
+        if not incarnations:
+            return
+        newest = incarnations[-1]
+        if (newest.job_id, newest.restart_count) == (batch.job.job_id, batch.job.restart_count):
+            EventLog(batch.layout, "controller-0", newest.incarnation).write(
                 "controller_killed", signal=signal.Signals(number).name
             )
     except MilesbatchError as error:

@@ -7,7 +7,7 @@ second: a controller that lives saves its state before its job is taken away.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from milesbatch.cluster import slurm
@@ -124,8 +124,9 @@ def scale(layout: RunLayout, workers: int) -> Scaled:
     per_job = order.recipe.rollout.workers
     own = 0 if order.recipe.slurm.shape == "separate" else per_job
     wanted = _jobs_for(workers, own, per_job)
-    _refuse_over(layout, order)
-    running = [job for job in jobs_of(layout) if job.role == "rollout"]
+    jobs = jobs_of(layout)
+    _refuse_over(layout, order, jobs)
+    running = [job for job in jobs if job.role == "rollout"]
     leaving = _least_useful(running)[: max(len(running) - wanted, 0)]
     for job in leaving:
         slurm.cancel(job.job_id)
@@ -134,11 +135,11 @@ def scale(layout: RunLayout, workers: int) -> Scaled:
     return Scaled(tuple(joining), tuple(job.job_id for job in leaving), own + wanted * per_job)
 
 
-def _refuse_over(layout: RunLayout, order: Order) -> None:
+def _refuse_over(layout: RunLayout, order: Order, jobs: Sequence[RunJob]) -> None:
     """Workers of a run that nothing runs, and nothing is to run, would hold nodes for nobody."""
     if is_finished(layout, order.recipe.steps):
         raise RunMismatchError(f"{layout.root} is finished; nothing was queued", mend="nothing")
-    if not any(job.role == "run" for job in jobs_of(layout)):
+    if not any(job.role == "run" for job in jobs):
         raise RunMismatchError(
             f"no job of {layout.root} is queued or running that rollout workers could join; nothing was queued",
             mend=f"`milesbatch resume {layout.root}` first",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from milesbatch.recipe.dotted import dotted
 from milesbatch.recipe.layers import assign
 from milesbatch.recipe.load import validate_document
 from milesbatch.recipe.models import Recipe
@@ -59,7 +60,7 @@ class Change:
 
 def changed_keys(frozen: Recipe, new: Recipe) -> list[Change]:
     """Fields of ``new`` that differ from the run's ``frozen`` recipe, in the order of the models."""
-    before, after = _flat(frozen.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = dotted(frozen.model_dump(mode="json")), dotted(new.model_dump(mode="json"))
     # The length of a cosine or linear schedule shapes every step, the recorded ones too.
     fixed_steps = any(recipe.trainer.optimizer.schedule != "constant" for recipe in (frozen, new))
     changes = []
@@ -78,8 +79,8 @@ def with_changes(frozen: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """
     origin = "changes of the run"
     assignments = []
-    for dotted, value in changes.items():
-        path = tuple(dotted.split("."))
+    for name, value in changes.items():
+        path = tuple(name.split("."))
         assignments.append((path, Document(value, {path: origin})))
     document = assign(Document(frozen.model_dump(mode="json"), {}), assignments)
     return validate_document(document, "the run's recipe with its changes")
@@ -87,13 +88,3 @@ def with_changes(frozen: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 def _may_change(path: str) -> bool:
     return any(path.startswith(name) if name.endswith(".") else path == name for name in MAY_CHANGE)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -83,6 +83,8 @@ class _Facts:
     live: dict[str, Any] | None = None
     slurms_word: str = ""
     """How the newest incarnation's job ended, when Slurm was asked and knew."""
+    outside: Failure | None = None
+    """A bad end of a job outside of any incarnation, once it was looked for."""
 
 
 def look(layout: RunLayout, record: IncarnationRecord | None, has_finished: bool) -> Condition:
@@ -176,16 +178,16 @@ def _alive(facts: _Facts) -> tuple[str, str | None]:
 
 
 def _over(facts: _Facts) -> str:
-    is_failed = (
-        facts.word.get("event") == "failed" or _error_since(facts) is not None or _never_began(facts) is not None
-    )
-    return "failed" if is_failed else "stopped"
+    if facts.word.get("event") == "failed":
+        return "failed"
+    facts.outside = _error_since(facts) or _never_began(facts)
+    return "stopped" if facts.outside is None else "failed"
 
 
 def _error_since(facts: _Facts) -> Failure | None:
     """A batch job's error that is newer than the newest incarnation's last word."""
     since = str(facts.word.get("at") or (facts.record.started_at if facts.record else ""))
-    if facts.word.get("event") == "failed" or not facts.queue.was_asked:
+    if not facts.queue.was_asked:
         return None
     return batch_error(facts.layout, since)
 
@@ -221,7 +223,7 @@ def _why(facts: _Facts, state: str) -> tuple[str | None, Failure | None]:
     if facts.record is not None and facts.word.get("event") == "failed" and state == "failed":
         return str(facts.word.get("error")), failure_of(facts.layout, facts.record)
     if state == "failed":
-        failure = _error_since(facts) or _never_began(facts)
+        failure = facts.outside
     elif state == "stopped" and facts.record is not None and facts.word.get("event") == "controller_killed":
         failure = killed_controller(facts.layout, facts.record, facts.word)
     elif state == "stopped" and facts.record is not None and not facts.word:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from milesbatch.cluster.last_words import without_slurms_words
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.stamps import since_last_start, split_stamp
 from milesbatch.decisions.first_cause import what_to_try
@@ -34,7 +35,6 @@ _DECISIVE = tuple(
     re.compile(pattern)
     for pattern in ("error: ", r"(\[rank\d+\]: )?Traceback \(most recent call last\)", "Fatal Python error")
 )
-_SLURMS_WORDS = ("srun:", "slurmstepd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def batch_error(layout: RunLayout, after: str) -> Failure | None:
 def _last_error(source: Source) -> tuple[str, tuple[str, ...]] | None:
     """Time and lines of the last ``error: ...`` that a batch job printed, unless it printed more later."""
     text = read_tail(source.path, _TAIL_BYTES)
-    lines = [split_stamp(line) for line in text.splitlines() if not line.startswith(_SLURMS_WORDS)]
+    lines = [split_stamp(line) for line in without_slurms_words(text.splitlines())]
     starts = [place for place, (at, line) in enumerate(lines) if at is not None and line.startswith("error: ")]
     if not starts:
         return None
@@ -208,7 +208,7 @@ def _seconds(first: str, second: str) -> float:
 def decisive_lines(text: str) -> tuple[str, ...]:
     """What a log (without times) ends in: the last ``error: ...``, else the end of the last traceback, else the last lines."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(_SLURMS_WORDS)] or lines
+    lines = without_slurms_words(lines) or lines
     for begins in _DECISIVE:
         places = [place for place, line in enumerate(lines) if begins.match(line)]
         if places:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,49 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import read_incarnations
 
 _TAIL_BYTES = 256 << 10
+_FEW = 5
 _LOGS = 8
 """How many of the newest logs are looked into for the last steps."""
 
 
-def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
-    """The first ``train_step`` event of each step, over all incarnations (a replay repeats a step; the first one counts)."""
+def trained_in(layout: RunLayout, incarnation: int, offset: int = 0) -> list[dict[str, Any]]:
+    """``train_step`` events that one incarnation's trainer logged (replays too), from ``offset`` of its log on."""
+    events = read_events(layout.event_log("trainer-0", incarnation), offset)
+    return [event for event, _ in events if event["event"] == "train_step"]
+
+
+def first_of_each(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The first event of each step, ascending by step: a replay repeats a step, and the first one counts."""
     steps: dict[int, dict[str, Any]] = {}
-    for record in read_incarnations(layout):
-        for event, _ in read_events(layout.event_log("trainer-0", record.incarnation)):
-            if event["event"] == "train_step":
-                steps.setdefault(int(event["step"]), event)
+    for event in events:
+        steps.setdefault(int(event["step"]), event)
     return dict(sorted(steps.items()))
+
+
+def step_events(layout: RunLayout) -> dict[int, dict[str, Any]]:
+    """The first ``train_step`` event of each step, over all incarnations."""
+    return first_of_each(
+        event for record in read_incarnations(layout) for event in trained_in(layout, record.incarnation)
+    )
 
 
 def recent_steps(layout: RunLayout, most: int = 60) -> list[dict[str, Any]]:
     """``train_step`` events of the last steps, at most ``most``, ascending; from the ends of the trainer's event logs."""
-    steps: dict[int, dict[str, Any]] = {}
+    events: list[dict[str, Any]] = []
     for record in read_incarnations(layout)[-_LOGS:]:
         path = layout.event_log("trainer-0", record.incarnation)
-        for event, _ in read_events(path, _offset_of_tail(path)):
-            if event["event"] == "train_step":
-                steps.setdefault(int(event["step"]), event)
-    return [steps[step] for step in sorted(steps)[-most:]]
+        events += trained_in(layout, record.incarnation, _offset_of_tail(path))
+    return list(first_of_each(events).values())[-most:]
+
+
+def first_and_last(rewards: Sequence[float]) -> tuple[int, float, float]:
+    """How the reward went: over how many steps at either end (at most five), and the mean there.
+
+    Raises:
+        statistics.StatisticsError: there is no step.
+    """
+    few = max(1, min(_FEW, len(rewards) // 2))
+    return few, statistics.fmean(rewards[:few]), statistics.fmean(rewards[-few:])
 
 
 def seconds_left(events: Sequence[Mapping[str, Any]], steps: int) -> float | None:
@@ -63,8 +83,7 @@ def summary_lines(layout: RunLayout) -> list[str]:
     if not events:
         return ["no step was trained yet"]
     rewards = [event["metrics"]["reward_mean"] for event in events]
-    few = max(1, min(5, len(rewards) // 2))
-    first, last = statistics.fmean(rewards[:few]), statistics.fmean(rewards[-few:])
+    few, first, last = first_and_last(rewards)
     return [
         f"steps trained: {events[-1]['step']}",
         f"mean reward: {first:.3f} over the first {few} steps, {last:.3f} over the last {few}",

@@ -6,16 +6,17 @@ https://mlflow.org/docs/latest/python_api/mlflow.client.html
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from milesbatch.cluster.context import limit_mlflow_waits, mlflow_uri
-from milesbatch.errors import InputError, StorageError
+from milesbatch.errors import InputError
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import read_run_record
-from milesbatch.tracking.mlflow_tracker import RUN_TAG
+from milesbatch.tracking.mlflow_tracker import find_tracked, using_store
+
+_MEND = "check MLFLOW_TRACKING_URI"
 
 
 class MlflowRun:
@@ -34,16 +35,18 @@ class MlflowRun:
             from mlflow import MlflowClient
         except ImportError as error:
             raise InputError("mlflow is not installed here", mend="pip install 'milesbatch[train]'") from error
-        with self._using():
+        with using_store(self._uri, _MEND):
             self._client: Any = MlflowClient(tracking_uri=self._uri)
-            found = self._find(layout)
+            experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
+            record = read_run_record(layout)
+            found = None if record is None else find_tracked(self._client, experiments, record.run_id)
         if found is None:
             raise _untracked(layout, self._uri)
         self.run_id = found
 
     def add_files(self, files: Sequence[Path]) -> None:
         """Add ``files`` as artefacts, in place of earlier ones of the same names."""
-        with self._using():
+        with using_store(self._uri, _MEND):
             for file in files:
                 self._client.log_artifact(self.run_id, str(file))
 
@@ -54,32 +57,13 @@ class MlflowRun:
         """
         place = f"policy-version-{version:06d}"
         tags = {"milesbatch.policy_version": str(version), "milesbatch.weights_digest": digest}
-        with self._using():
+        with using_store(self._uri, _MEND):
             self._client.log_artifacts(self.run_id, str(directory), place)
             if not self._client.search_registered_models(f"name = '{name}'"):
                 self._client.create_registered_model(name)
             root = self._client.get_run(self.run_id).info.artifact_uri
             made = self._client.create_model_version(name, f"{root}/{place}", self.run_id, tags=tags)
         return str(made.version)
-
-    def _find(self, layout: RunLayout) -> str | None:
-        record = read_run_record(layout)
-        if record is None:
-            return None
-        experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
-        runs = self._client.search_runs(experiments, f"tags.`{RUN_TAG}` = '{record.run_id}'", max_results=1)
-        return str(runs[0].info.run_id) if runs else None
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield
-        except (MlflowException, OSError) as error:
-            raise StorageError(
-                f"the MLflow store {self._uri} cannot be used: {error}", mend="check MLFLOW_TRACKING_URI"
-            ) from error
 
 
 def _untracked(layout: RunLayout, uri: str) -> InputError:

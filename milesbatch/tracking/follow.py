@@ -8,7 +8,6 @@ cause is said at once. What could not be logged is logged by the next start.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -175,7 +174,6 @@ class _Tail:
 
     def new(self) -> Iterator[dict[str, Any]]:
         for path in list(self._offsets):
-            with contextlib.suppress(FileNotFoundError):
-                for event, offset in read_events(path, self._offsets[path]):
-                    self._offsets[path] = offset
-                    yield event
+            for event, offset in read_events(path, self._offsets[path]):
+                self._offsets[path] = offset
+                yield event

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from milesbatch.cluster.context import limit_mlflow_waits
 from milesbatch.errors import StorageError
+from milesbatch.recipe.dotted import dotted
 from milesbatch.store.run import OpenRun
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -41,15 +42,15 @@ class MlflowTracker:
             check_writable(Path(uri.removeprefix("sqlite:///")))
         from mlflow import MlflowClient
 
-        with self._using():
+        with using_store(self._uri):
             self._client: Any = MlflowClient(tracking_uri=uri)
             experiment = self._experiment(run)
-            self._run_id = self._find(experiment, run) or self._create(experiment, run)
+            self._run_id = find_tracked(self._client, [experiment], run.record.run_id) or self._create(experiment, run)
             self._client.set_terminated(self._run_id, "RUNNING")
             self._client.set_tag(self._run_id, "milesbatch.incarnation", str(incarnation))
 
     def last_step(self) -> int:
-        with self._using():
+        with using_store(self._uri):
             history = self._client.get_metric_history(self._run_id, _STEP_METRIC)
         return max((metric.step for metric in history), default=0)
 
@@ -60,21 +61,12 @@ class MlflowTracker:
         # The metric that last_step looks at goes last: a step that was logged by half is logged again.
         names = sorted(metrics, key=lambda name: (name == _STEP_METRIC, name))
         batch = [Metric(name, float(metrics[name]), millis, step) for name in names]
-        with self._using():
+        with using_store(self._uri):
             self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self, status: str) -> None:
-        with self._using():
+        with using_store(self._uri):
             self._client.set_terminated(self._run_id, _STATUS[status])
-
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield
-        except (MlflowException, OSError) as error:
-            raise _unusable(self._uri, error) from error
 
     def _experiment(self, run: OpenRun) -> str:
         name = run.recipe.tracking.experiment
@@ -84,18 +76,30 @@ class MlflowTracker:
         artefacts = run.layout.tracking / "artifacts"
         return str(self._client.create_experiment(name, artifact_location=artefacts.resolve().as_uri()))
 
-    def _find(self, experiment: str, run: OpenRun) -> str | None:
-        query = f"tags.`{RUN_TAG}` = '{run.record.run_id}'"
-        runs = self._client.search_runs([experiment], query, max_results=1)
-        return str(runs[0].info.run_id) if runs else None
-
     def _create(self, experiment: str, run: OpenRun) -> str:
         created = self._client.create_run(experiment, tags={RUN_TAG: run.record.run_id}, run_name=run.record.name)
         run_id = str(created.info.run_id)
-        for name, value in flatten(run.recipe.model_dump(mode="json")):
+        for name, value in dotted(run.recipe.model_dump(mode="json")).items():
             self._client.log_param(run_id, name, str(value)[:500])
         self._client.log_artifact(run_id, str(run.layout.recipe))
         return run_id
+
+
+@contextlib.contextmanager
+def using_store(uri: str, mend: str = "") -> Iterator[None]:
+    """Turns what MLflow raises into ``StorageError``."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        raise _unusable(uri, error, mend) from error
+
+
+def find_tracked(client: Any, experiments: Sequence[str], run_id: str) -> str | None:
+    """The MLflow run that ``run_id`` is tracked as, in one of ``experiments``."""
+    runs = client.search_runs(experiments, f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
+    return str(runs[0].info.run_id) if runs else None
 
 
 def check_writable(database: Path) -> None:
@@ -113,17 +117,8 @@ def check_writable(database: Path) -> None:
         raise _unusable(str(database.absolute()), error) from error
 
 
-def _unusable(place: str, error: Exception) -> StorageError:
+def _unusable(place: str, error: Exception, mend: str = "") -> StorageError:
     return StorageError(
         f"the MLflow store {place} cannot be used: {error}",
-        mend="check MLFLOW_TRACKING_URI, or set tracking.kind: none; training goes on without it",
+        mend=mend or "check MLFLOW_TRACKING_URI, or set tracking.kind: none; training goes on without it",
     )
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested mapping as dotted names."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

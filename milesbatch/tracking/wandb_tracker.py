@@ -14,10 +14,10 @@ from typing import Any
 
 from milesbatch.cluster.context import wandb_mode
 from milesbatch.errors import StorageError
+from milesbatch.recipe.dotted import dotted
 from milesbatch.records import digest_bytes
 from milesbatch.store.durable import make_directory, read_optional, replace_hint
 from milesbatch.store.run import OpenRun
-from milesbatch.tracking.mlflow_tracker import flatten
 
 _LATE = 20
 """Steps that wandb's own process may still have in memory."""
@@ -37,14 +37,15 @@ class WandbTracker:
         with _using(directory):
             import wandb
 
+            mode: Any = wandb_mode()  # W&B itself says which words it knows
             self._run: Any = wandb.init(
                 project=run.recipe.tracking.experiment,
                 name=run.record.name,
                 id=digest_bytes(run.record.run_id.encode()).removeprefix("xxh128:")[:16],
                 resume="allow",
-                mode=wandb_mode(),
+                mode=mode,
                 dir=str(directory),
-                config=dict(flatten(run.recipe.model_dump(mode="json"))),
+                config=dotted(run.recipe.model_dump(mode="json")),
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
         self._directory = directory

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from milesbatch import __version__
+from milesbatch.recipe.dotted import dotted
 from milesbatch.report.page import made, opening, told
 from milesbatch.report.page.charts import timeline
 from milesbatch.report.page.html import Html, joined, raw, safe_json, tag
@@ -154,17 +155,7 @@ def _flat(recipe: str) -> dict[str, object]:
         body = yaml.safe_load(recipe)
     except yaml.YAMLError:
         return {}
-    found: dict[str, object] = {}
-
-    def walk(prefix: str, value: object) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            found[prefix] = value
-
-    walk("", body)
-    return found
+    return dotted(body) if isinstance(body, dict) else {}
 
 
 def _document(

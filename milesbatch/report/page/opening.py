@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from milesbatch.report.page.html import Html, joined, tag
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.steps import Steps
 from milesbatch.report.page.words import many, moment, share, span
+from milesbatch.report.summary import first_and_last
 
 _GOING_ON = ("running", "queued", "draining")
 _MOST_GAPS = 60
@@ -61,10 +61,10 @@ def _restarts(material: Material) -> int:
 
 def _tiles(material: Material, steps: Steps, status: dict[str, Any]) -> list[Html]:
     rewards = [value for value in steps.column("reward_mean") if value is not None]
-    few = max(1, min(5, len(rewards) // 2))
-    reward = "–"  # noqa: RUF001 - a dash for no figure
+    few, reward = 1, "–"  # noqa: RUF001 - a dash for no figure
     if rewards:
-        reward = f"{statistics.fmean(rewards[:few]):.3f} → {statistics.fmean(rewards[-few:]):.3f}"
+        few, first, last = first_and_last(rewards)
+        reward = f"{first:.3f} → {last:.3f}"
     experience = material.experience
     failed = int(sum(experience.causes.values()))
     lags = [sum(column) for column in zip(*experience.lag_tokens.values(), strict=True)] or [0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from milesbatch.controller.supervise import describe_exit, last_error
+from milesbatch.cluster.last_words import last_error
+from milesbatch.controller.supervise import describe_exit
 
 
 @pytest.mark.parametrize(
