@@ -25,12 +25,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from large_run import begin_run
 
-from milesbatch.recipe.models import ArithmeticData, MadeModel, Recipe
-from milesbatch.records import BatchRecord, GroupRef, IncarnationRecord, Rejection, Seal, digest_bytes
+from milesbatch.records import BatchRecord, GroupRef, Rejection, digest_bytes
 from milesbatch.store.clock import utc_now
-from milesbatch.store.create import commit_run, lay_out
-from milesbatch.store.durable import create_exclusively
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.schema import FileMetadata, trajectory_schema
 from milesbatch.trajectories.writer import content_tag
@@ -77,24 +75,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_run(root: Path, trajectories: int, groups_per_lease: int) -> Path:
     steps = -(-trajectories // (GROUPS_PER_STEP * SAMPLES))
-    layout = RunLayout(root)
-    recipe = Recipe.model_validate(
-        {
-            "name": "scale",
-            "steps": steps,
-            "model": MadeModel().model_dump(),
-            "data": ArithmeticData().model_dump(),
-            "rollout": {"samples_per_group": SAMPLES, "groups_per_lease": groups_per_lease, "staleness": 1},
-            "trainer": {"groups_per_step": GROUPS_PER_STEP},
-        }
-    )
-    lay_out(layout, recipe)
-    run = commit_run(layout, recipe, {"tokenizer": TOKENIZER, "chat_template": ""})
-    incarnation = IncarnationRecord(
-        incarnation=1, host="elsewhere", pid=1, process_started="other:1", job_id="1", restart_count=0, cause="first",
-        started_at=utc_now(), seal=Seal(last_batch=0, last_version=-1, checkpoints=(), trajectories=()),
+    layout, run = begin_run(
+        root, "scale", steps, samples=SAMPLES, groups_per_lease=groups_per_lease, groups_per_step=GROUPS_PER_STEP,
+        fingerprints={"tokenizer": TOKENIZER, "chat_template": ""},
     )  # fmt: skip
-    create_exclusively(layout.incarnation(1), incarnation.to_bytes())
     metadata = FileMetadata(run.run_id, TOKENIZER, "")
     for step in range(1, steps + 1):
         write_step(layout, step, groups_per_lease, metadata)
