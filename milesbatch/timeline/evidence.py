@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from milesbatch.errors import MilesbatchError
+from milesbatch.report.endings import CONTROLLER
 from milesbatch.report.sources import list_sources
 from milesbatch.store.durable import read_optional
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.clock import times_of, unix_seconds
-
-CONTROLLER = "controller-0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from milesbatch.timeline.evidence import CONTROLLER, Evidence, Log, Timed
+from milesbatch.report.endings import CONTROLLER
+from milesbatch.timeline.evidence import Evidence, Log, Timed
 from milesbatch.timeline.numbers import duration, whole
 
 Activity = Literal[

@@ -20,7 +20,6 @@ from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import TRAJECTORY_END, RunLayout, TrajectoryName
 from milesbatch.store.unfinished import saved_blocks
 from milesbatch.trajectories.inflight_schema import (
-    KEY_FORMAT,
     KEY_KIND,
     KEY_UNFINISHED,
     KIND,
@@ -29,6 +28,7 @@ from milesbatch.trajectories.inflight_schema import (
     from_table,
     inflight_schema,
 )
+from milesbatch.trajectories.schema import KEY_FORMAT
 from milesbatch.trajectories.writer import content_tag
 
 _MEND = "nothing: what it holds is generated from the start"

@@ -20,11 +20,9 @@ import pyarrow as pa
 from milesbatch import FORMAT_VERSION
 from milesbatch.ids import VersionSpan, check_digest
 from milesbatch.records import digest_bytes
+from milesbatch.trajectories.schema import KEY_FORMAT, KEY_RUN, KEY_TOKENIZER, items, required
 
-KEY_FORMAT = b"milesbatch.format"
 KEY_KIND = b"milesbatch.kind"
-KEY_RUN = b"milesbatch.run_id"
-KEY_TOKENIZER = b"milesbatch.tokenizer_digest"
 KEY_UNFINISHED = b"milesbatch.unfinished"
 KIND = b"inflight"
 """Tells these files from trajectory files, whose names have the same form."""
@@ -149,13 +147,6 @@ class InflightMetadata:
 
 def inflight_schema() -> Any:
     """The schema (``pyarrow.Schema``) of format version 1."""
-
-    def required(name: str, of: Any) -> Any:
-        return pa.field(name, of, nullable=False)
-
-    def items(of: Any) -> Any:
-        return pa.list_(pa.field("item", of, nullable=False))
-
     span = pa.struct([required("start", pa.int32()), required("version", pa.int64()), required("weights", pa.string())])
     life = pa.struct([required("incarnation", pa.int32()), required("tokens", pa.int32())])
     return pa.schema(

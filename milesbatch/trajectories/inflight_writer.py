@@ -21,13 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pyarrow as pa
-
 from milesbatch.records import FileRef
-from milesbatch.store.durable import publishing
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.inflight_schema import BegunSample, InflightMetadata, to_table
-from milesbatch.trajectories.writer import content_tag
+from milesbatch.trajectories.writer import commit_table
 
 
 def write_inflight(
@@ -56,15 +53,5 @@ def write_inflight(
         raise ValueError(f"samples {keys} are not samples of groups {list(groups)}, each once")
     for sample in ordered:
         sample.validate()
-    table = to_table(ordered, metadata)
-
-    def name_of(digest: str) -> TrajectoryName:
-        return TrajectoryName(min(groups), max(groups), incarnation, worker, content_tag(digest))
-
-    place = layout.inflight
-    with publishing(place, lambda digest: str(name_of(digest)), before_commit, needed_bytes=table.nbytes) as file:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(file.stream, table.schema, options=options) as sink:
-            sink.write_table(table)
-    assert file.ref is not None
-    return name_of(file.ref.digest), file.ref
+    span = min(groups), max(groups)
+    return commit_table(layout.inflight, to_table(ordered, metadata), span, incarnation, worker, before_commit)

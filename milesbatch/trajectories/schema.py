@@ -55,11 +55,13 @@ class FileMetadata:
         return cls(*(metadata[key].decode() for key in (KEY_RUN, KEY_TOKENIZER, KEY_CHAT_TEMPLATE)))
 
 
-def _items(of: Any) -> Any:
+def items(of: Any) -> Any:
+    """The type of a list without nulls."""
     return pa.list_(pa.field("item", of, nullable=False))
 
 
-def _required(name: str, of: Any) -> Any:
+def required(name: str, of: Any) -> Any:
+    """A column, or a part of a struct, that is never null."""
     return pa.field(name, of, nullable=False)
 
 
@@ -68,38 +70,38 @@ def trajectory_schema(expert_bytes: int = DENSE_EXPERT_BYTES) -> Any:
     token."""
     message = pa.struct(
         [
-            _required("role", pa.string()),
-            _required("content", pa.string()),
+            required("role", pa.string()),
+            required("content", pa.string()),
             pa.field("tool_calls", pa.string()),
             pa.field("tool_call_id", pa.string()),
         ]
     )
-    span = pa.struct([_required("start", pa.int32()), _required("version", pa.int64())])
+    span = pa.struct([required("start", pa.int32()), required("version", pa.int64())])
     return pa.schema(
         [
-            _required("group_id", pa.int64()),
-            _required("sample_index", pa.int32()),
-            _required("prompt_id", pa.string()),
-            _required("messages", _items(message)),
-            _required("tokens", _items(pa.int32())),
-            _required("loss_mask", _items(pa.bool_())),
-            _required("logprobs", _items(pa.float32())),
-            _required("versions", _items(span)),
-            _required("weights_digest", pa.string()),
-            _required("reward", pa.float64()),
-            _required("rewards", pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))),
-            _required("finish_reason", pa.dictionary(pa.int8(), pa.string())),
-            _required("turns", pa.int32()),
+            required("group_id", pa.int64()),
+            required("sample_index", pa.int32()),
+            required("prompt_id", pa.string()),
+            required("messages", items(message)),
+            required("tokens", items(pa.int32())),
+            required("loss_mask", items(pa.bool_())),
+            required("logprobs", items(pa.float32())),
+            required("versions", items(span)),
+            required("weights_digest", pa.string()),
+            required("reward", pa.float64()),
+            required("rewards", pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))),
+            required("finish_reason", pa.dictionary(pa.int8(), pa.string())),
+            required("turns", pa.int32()),
             pa.field("error", pa.string()),
-            pa.field("routed_experts", _items(pa.binary(expert_bytes))),
-            _required("env", pa.string()),
-            _required("seed", pa.int64()),
-            _required("worker", pa.string()),
-            _required("incarnation", pa.int32()),
-            _required("started", pa.timestamp("us", tz="UTC")),
-            _required("ended", pa.timestamp("us", tz="UTC")),
-            _required("prompt_tokens", pa.int32()),
-            _required("response_tokens", pa.int32()),
+            pa.field("routed_experts", items(pa.binary(expert_bytes))),
+            required("env", pa.string()),
+            required("seed", pa.int64()),
+            required("worker", pa.string()),
+            required("incarnation", pa.int32()),
+            required("started", pa.timestamp("us", tz="UTC")),
+            required("ended", pa.timestamp("us", tz="UTC")),
+            required("prompt_tokens", pa.int32()),
+            required("response_tokens", pa.int32()),
         ]
     )
 

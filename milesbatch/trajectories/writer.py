@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -62,13 +64,31 @@ def write_trajectories(
                 f"group {trajectory.group_id}, sample {trajectory.sample_index} is of {trajectory.worker}, incarnation "
                 f"{trajectory.incarnation}, but {worker} in incarnation {incarnation} writes the file"
             )
+    groups = ordered[0].group_id, ordered[-1].group_id
     table = to_table(ordered, metadata)
+    return commit_table(layout.trajectories, table, groups, incarnation, worker, before_commit)
+
+
+def commit_table(
+    directory: Path,
+    table: Any,
+    groups: tuple[int, int],
+    incarnation: int,
+    worker: str,
+    before_commit: Callable[[], None],
+) -> tuple[TrajectoryName, FileRef]:
+    """Commit a ``pyarrow.Table`` as one Arrow IPC file, named by its first and last group, its writer, and its content.
+
+    Durability: as :func:`write_trajectories`.
+
+    Raises:
+        StorageError: nothing was committed.
+    """
 
     def name_of(digest: str) -> TrajectoryName:
-        return TrajectoryName(ordered[0].group_id, ordered[-1].group_id, incarnation, worker, content_tag(digest))
+        return TrajectoryName(*groups, incarnation, worker, content_tag(digest))
 
-    place = layout.trajectories
-    with publishing(place, lambda digest: str(name_of(digest)), before_commit, needed_bytes=table.nbytes) as file:
+    with publishing(directory, lambda digest: str(name_of(digest)), before_commit, needed_bytes=table.nbytes) as file:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with pa.ipc.new_file(file.stream, table.schema, options=options) as sink:
             sink.write_table(table)

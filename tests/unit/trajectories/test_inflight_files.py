@@ -18,9 +18,7 @@ from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories import inflight_schema
 from milesbatch.trajectories.inflight_reader import read_inflight, unfinished_episodes
 from milesbatch.trajectories.inflight_schema import (
-    KEY_FORMAT,
     KEY_KIND,
-    KEY_TOKENIZER,
     BegunSample,
     InflightMetadata,
     Life,
@@ -29,6 +27,7 @@ from milesbatch.trajectories.inflight_schema import (
 )
 from milesbatch.trajectories.inflight_writer import write_inflight
 from milesbatch.trajectories.reader import read_table
+from milesbatch.trajectories.schema import KEY_FORMAT, KEY_TOKENIZER
 
 METADATA = InflightMetadata("run-1", digest_bytes(b"tokenizer"))
 WEIGHTS = (digest_bytes(b"weights 4"), digest_bytes(b"weights 6"))
