@@ -213,6 +213,15 @@ def cancelled(run: Run) -> dict[str, float]:
     return {"end": round(time.monotonic() - at_s, 2)}
 
 
+def finished(run: Run) -> dict[str, float]:
+    """From the controller's last word to the last node given back, with no process of the run left."""
+    run.submit("steps=20")
+    said = run.wait_event(lambda event: event["event"] == "finished")
+    while any(not job.has_ended for job in run.cluster.jobs()) or any(run.processes()):
+        time.sleep(0.1)
+    return {"end": round(time.monotonic() - said["mono_s"], 2)}
+
+
 def input_is_wrong(run: Run) -> dict[str, float]:
     """A fatal error on the compute node: from the start of the job to the release of its nodes."""
     run.submit("environment.reward=no_such_module:reward")
@@ -230,6 +239,7 @@ CASES: dict[str, Callable[[Run], dict[str, float]]] = {
     "preempted": preempted,
     "requeued": requeued,
     "cancel": cancelled,
+    "finished": finished,
     "wrong input": input_is_wrong,
 }
 

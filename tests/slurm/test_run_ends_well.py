@@ -83,7 +83,7 @@ def test_a_save_that_takes_too_long_gives_way_to_the_requeue(
 
 
 SLOW_SITE = """extends: {devcluster}
-setup: ['sleep 8']
+setup: ['touch {begun}', 'sleep 8']
 """
 
 
@@ -91,13 +91,12 @@ def test_a_warning_while_the_script_sets_up_ends_nothing(new_run: NewRun, unbrok
     """Modules load for seconds on real sites, and Slurm's warning kills a process that does not expect it."""
     run = new_run()
     site = tmp_path / "slow.yaml"
-    site.write_text(SLOW_SITE.format(devcluster=shipped_sites() / "devcluster.yaml"))
+    begun = tmp_path / "begun"  # a job that Slurm calls running may not have reached its script's first line
+    site.write_text(SLOW_SITE.format(devcluster=shipped_sites() / "devcluster.yaml", begun=begun))
     run.submit(site=site)
     (job_id,) = run.job_ids()
     job = str(job_id)
-    wait_until(
-        lambda: "RUNNING" in run.cluster.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, "the job runs", 60.0
-    )
+    wait_until(begun.exists, "the job's script runs", 60.0)
     run.cluster.run(["scancel", "--batch", "--signal=USR1", job])
     wait_until(lambda: (run.directory / "run.json").exists() or run.log(), "the controller speaks", 120.0)
     run.cluster.run(["scancel", "--batch", "--signal=USR1", job])  # while the model is made

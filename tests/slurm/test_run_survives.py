@@ -145,3 +145,18 @@ def test_workers_join_and_leave(new_run: NewRun) -> None:
     assert len(run.incarnations()) == 1
     assert not run.job_ids()
     run.check_no_process_is_left()
+
+
+@pytest.mark.long
+def test_a_controller_that_stands_still_for_a_while_gets_its_workers_back(new_run: NewRun, unbroken: object) -> None:
+    """Its rollout job takes it for gone, leaves, and must join the same incarnation again."""
+    run = new_run()
+    run.submit("slurm.shape=separate")
+    run.wait_steps(6)
+    (leader,) = (job_id for job_id in run.job_ids() if (run.directory / "logs" / f"slurm-run-{job_id}.log").exists())
+    run.cluster.run(["scontrol", "suspend", str(leader)])
+    run.wait(lambda: "left incarnation 1" in run.log(), "the rollout job leaves", 120.0)
+    run.cluster.run(["scontrol", "resume", str(leader)])
+    run.finish(unbroken)
+    assert len(run.incarnations()) == 1
+    assert run.log().count("workers join incarnation 1") == 2

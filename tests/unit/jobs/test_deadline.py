@@ -98,7 +98,7 @@ def test_what_a_stop_takes_is_asked_each_time() -> None:
 
 def test_a_warning_leads_to_a_question_at_once() -> None:
     answers, warnings = [1000.0, 5.0], [0]
-    watch = DeadlineWatch(lambda: 60.0, lambda: answers.pop(0), num_warnings=lambda: warnings[0], ask_every_s=600.0)
+    watch = DeadlineWatch(lambda: 60.0, lambda: answers.pop(0), num_warnings=lambda: warnings[0], ask_every_s=1e6)
     watch.start()
     assert _within(5.0, lambda: len(answers) == 1)
     assert watch.look_for_stop() is None
