@@ -112,6 +112,11 @@ class Publisher:
         """Version that the next delta would be taken against; None before the first one."""
         return None if self._snapshot is None else self._snapshot.version
 
+    @property
+    def snapshot_tensors(self) -> Mapping[str, RawTensor]:
+        """Tensors of that version, to be sent on: only read, and only until the next :meth:`publish`. Empty before the first."""
+        return {} if self._snapshot is None else self._snapshot.tensors
+
     def seed(self, version: int) -> WeightsManifest:
         """Take the snapshot from a committed version, after a restart, so that the next one can be a delta.
 
