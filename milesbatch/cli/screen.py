@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from milesbatch.controller.display import sparkline
+from milesbatch.report.page.words import many, size
 
 _COLOURS = {"failed": "bold red", "unknown": "bold yellow", "stopped": "yellow", "queued": "cyan", "finished": "green"}
 _LABEL_WIDTH = 15
@@ -40,14 +41,21 @@ def rows(body: dict[str, Any], most: int | None = None) -> list[Row]:
     head, lists = _head(body), _lists(body)
     if most is None:
         return [*head, *(row for _, found in lists for row in found)]
-    room = max(most - len(head), len(lists))
     shown: list[Row] = []
-    for place, (is_newest_last, found) in enumerate(lists):
-        allowed = max(1, room // (len(lists) - place))
-        kept = found if len(found) <= allowed else _cut(found, allowed, is_newest_last)
-        room -= len(kept)
-        shown += kept
+    allowed = _shares([len(found) for _, found in lists], max(most - len(head), len(lists)))
+    for (is_newest_last, found), number in zip(lists, allowed, strict=True):
+        shown += found if len(found) <= number else _cut(found, number, is_newest_last)
     return [*head, *shown][:most]
+
+
+def _shares(wanted: Sequence[int], room: int) -> list[int]:
+    """Rows of each list, at least one: what short lists leave is for the long ones."""
+    allowed = [1] * len(wanted)
+    left = room - len(wanted)
+    for served, place in enumerate(sorted(range(len(wanted)), key=lambda each: wanted[each])):
+        more = min(wanted[place] - 1, left // (len(wanted) - served))
+        allowed[place], left = 1 + more, left - more
+    return allowed
 
 
 def _cut(found: Sequence[Row], allowed: int, is_newest_last: bool) -> list[Row]:
@@ -64,13 +72,12 @@ def _cut(found: Sequence[Row], allowed: int, is_newest_last: bool) -> list[Row]:
 def _head(body: dict[str, Any]) -> list[Row]:
     version = f"{body['policy_version']}  {body['weights_digest'] or ''}"
     found = [
-        ("run", str(body["run_id"] or "(not begun)")),
+        ("run", _run(body)),
         ("state", body["state"] + (f": {body['note']}" if body["note"] else "")),
         *_cause(body),
         ("step", _progress(body)),
         ("policy version", version if body["policy_version"] >= 0 else "none yet"),
-        ("last checkpoint", f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"),
-        ("if it died now", f"nothing is lost; {body['would_be_replayed']} steps would be replayed"),
+        ("last checkpoint", _checkpoint(body)),
     ]
     if body["unfinished_saved"]:
         found.append(("unfinished", f"{body['unfinished_saved']} episodes are saved, to be continued"))
@@ -81,15 +88,52 @@ def _head(body: dict[str, Any]) -> list[Row]:
         )
         if len(body["rewards"]) > 1:
             found.append(("", sparkline(body["rewards"], _SPARKS)))
-    if (free := body["disk_free_bytes"]) is not None and free < _LITTLE_DISK_BYTES:
-        found.append(("disk", f"only {free / 2**30:.1f} GiB are free where the run lies"))
-    found.append(("incarnation", f"{body['incarnation']} (jobs: {', '.join(body['job_ids']) or 'none'})"))
+    if disk := _disk(body):
+        found.append(("disk", disk))
     if body["slurm"] not in (None, "answers"):
         found.append(("slurm", f"{body['slurm']}; this is from files alone"))
     if body["waiting_for"]:
         speed = f"  ({body['tokens_per_s']:.0f} tokens/s)" if body["tokens_per_s"] else ""
         found.append(("waits for", body["waiting_for"] + speed))
+    if body["queue"]:
+        found.append(("queue", _queue(body["queue"])))
     return found
+
+
+def _checkpoint(body: dict[str, Any]) -> str:
+    """The last one, and what a death now would cost."""
+    last = f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"
+    return f"{last}; a death now loses nothing, replays {body['would_be_replayed']} steps"
+
+
+def _queue(queue: dict[str, int]) -> str:
+    """Between rollout and training."""
+    stale = f" ({queue['stale']} stale)" if queue["stale"] else ""
+    leases = many(queue["leases"], "lease")
+    return f"{many(queue['ready'], 'group')} ready{stale}, {queue['in_flight']} in flight in {leases}"
+
+
+def _disk(body: dict[str, Any]) -> str:
+    """What the run takes, by kind, and what is free where that is little."""
+    parts = []
+    if (used := body["disk_bytes"]) is not None:
+        kinds = ", ".join(f"{name} {_size(used[name])}" for name in ("trajectories", "weights", "checkpoints"))
+        parts.append(f"{'~' if used['is_estimate'] else ''}{_size(used['total'])}: {kinds}")
+    if (free := body["disk_free_bytes"]) is not None and free < _LITTLE_DISK_BYTES:
+        parts.insert(0, f"only {free / 2**30:.1f} GiB are free where the run lies")
+    return "; ".join(parts)
+
+
+def _size(num_bytes: int) -> str:
+    """Two digits are enough here, and all kinds fit a line."""
+    value, unit = size(num_bytes).split()
+    return f"{float(value):.2g} {unit}" if float(value) < 10 else f"{float(value):.0f} {unit}"
+
+
+def _run(body: dict[str, Any]) -> str:
+    """Its identity, and how often and as which jobs it was started."""
+    jobs = ", ".join(body["job_ids"]) or "none"
+    return f"{body['run_id'] or '(not begun)'}, incarnation {body['incarnation']}, jobs: {jobs}"
 
 
 def _progress(body: dict[str, Any]) -> str:
@@ -167,4 +211,6 @@ def _end_in_words(end: dict[str, Any]) -> str:
 def _worker_in_words(worker: dict[str, Any]) -> str:
     where = f" on {worker['host']}" if worker.get("host") else ""
     version = f"version {worker['policy_version']}" if worker["policy_version"] >= 0 else "no version yet"
-    return f"{worker['state']}, {version}, {worker['samples_in_flight']} in flight{where}"
+    leases = worker.get("leases")  # a controller of an older version does not say
+    groups = "" if leases is None else f" of {many(worker['groups_in_flight'], 'group')} ({many(leases, 'lease')})"
+    return f"{worker['state']}, {version}; {many(worker['samples_in_flight'], 'sample')}{groups}{where}"

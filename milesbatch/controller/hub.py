@@ -191,14 +191,17 @@ class Hub:
         return wire.LeaseAnswer(block=block, groups=groups, version=version, step=self.last_step + 1, saved=saved)
 
     def _may_start(self, block: int) -> bool:
-        fresh = sum(not self.rule.is_stale(group, self.last_step + 1) for group in self.ready.values())
-        waiting = self._leases.num_leased_groups + fresh
+        waiting = self._leases.num_leased_groups + self._num_fresh()
         return self.rule.may_start(
             self._leases.groups(block)[0],
             published=self.published,
             steps_left=self._recipe.steps - self.last_step,
             waiting=waiting,
         )
+
+    def _num_fresh(self) -> int:
+        """Finished groups that the next step may train on."""
+        return sum(not self.rule.is_stale(group, self.last_step + 1) for group in self.ready.values())
 
     def _end_block(self) -> int | None:
         if not self.rule.bitwise:
@@ -338,6 +341,8 @@ class Hub:
                 "state": peer.beat.state,
                 "policy_version": peer.beat.policy_version,
                 "samples_in_flight": peer.beat.samples_in_flight,
+                "leases": (leases := len(self._leases.held_by(name))),
+                "groups_in_flight": leases * self._leases.block_size,
             }
             for name, peer in sorted(self.peers.items())
             if name.startswith("rollout-")
@@ -347,6 +352,9 @@ class Hub:
             workers=workers,
             waiting_for=self.waiting_for(),
             ready_groups=len(self.ready),
+            stale_groups=len(self.ready) - self._num_fresh(),
+            leased_groups=self._leases.num_leased_groups,
+            leases=self._leases.num_leases,
             tokens_per_s=round(self.throughput.tokens_per_s(now_s), 1),
         )
 

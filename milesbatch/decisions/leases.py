@@ -95,6 +95,10 @@ class LeaseTable:
         return sorted(lease.block for lease in self._leased.values() if lease.worker == worker)
 
     @property
+    def num_leases(self) -> int:
+        return len(self._leased)
+
+    @property
     def num_leased_groups(self) -> int:
         return len(self._leased) * self.block_size
 

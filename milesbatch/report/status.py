@@ -14,6 +14,7 @@ from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.jobs.order import submitted_recipe
 from milesbatch.records import CheckpointManifest, IncarnationRecord, WeightsManifest
 from milesbatch.report.condition import Condition, look
+from milesbatch.report.disk_use import DiskUseReader
 from milesbatch.report.endings import (
     VANISHED,
     controller_events,
@@ -51,6 +52,7 @@ class StatusReader:
         self._layout = layout
         self._run: tuple[int, OpenRun] | None = None
         self._step = 0
+        self._disk = DiskUseReader(layout)
 
     def condition(self) -> Condition:
         """Only whether it is queued, running or over; see :func:`run_status` for errors."""
@@ -74,7 +76,7 @@ class StatusReader:
         checkpoint = _last_checkpoint(layout, step)
         recent, live = recent_steps(layout), condition.live or {}
         figures = recent[-1]["metrics"] if recent else {}
-        steps, events = self._steps(run), controller_events(layout, current)
+        steps, events, disk = self._steps(run), controller_events(layout, current), self._disk.read()
         limit = run.recipe.slurm.max_excluded_nodes if run else 0
         queued = [job.job_id for job in condition.queue.of_role("run")]
         return condition, {
@@ -90,10 +92,12 @@ class StatusReader:
             "last_checkpoint_step": checkpoint,
             "restarts": [_restart(record) for record in incarnations[1:]],
             "workers": live.get("workers", []),
+            "queue": _queue(live),
             "lag": {"mean": figures.get("lag_mean"), "max": figures.get("lag_max")},
             "reward_mean": figures.get("reward_mean"),
             "rewards": [event["metrics"]["reward_mean"] for event in recent],
             "disk_free_bytes": _disk_free(layout),
+            "disk_bytes": disk.to_json() if disk else None,
             "cause": condition.cause,
             "failure": condition.failure.to_json() if condition.failure else None,
             "waiting_for": live.get("waiting_for"),
@@ -156,6 +160,14 @@ def cause_of_restart(layout: RunLayout) -> str:
     if word["event"] == "failed":
         return f"it failed: {str(word.get('error', '')).splitlines()[0]}"
     return "more steps were asked for" if word["event"] == "finished" else stop_in_words(layout, incarnations[-1])
+
+
+def _queue(live: dict[str, Any]) -> dict[str, int] | None:
+    """Groups between rollout and training; None when no controller (or one of an older version) says it."""
+    names = {"ready": "ready_groups", "stale": "stale_groups", "in_flight": "leased_groups", "leases": "leases"}
+    if not set(names.values()) <= live.keys():
+        return None
+    return {name: int(live[said]) for name, said in names.items()}
 
 
 def _disk_free(layout: RunLayout) -> int | None:

@@ -219,4 +219,10 @@ class StatusAnswer(Message):
     workers: tuple[dict[str, Any], ...]
     waiting_for: str
     ready_groups: int
+    """Finished groups that wait for training."""
+    stale_groups: int
+    """How many of them are too old for the next step, which will reject them."""
+    leased_groups: int
+    """Handed out and not committed."""
+    leases: int
     tokens_per_s: float

@@ -61,6 +61,7 @@ def crowded_body(tmp_path: Path) -> dict[str, Any]:
         "starts_at": "",
     }
     worker = {"name": "rollout-0", "state": "generating", "policy_version": 3, "samples_in_flight": 8, "host": "n7"}
+    worker |= {"leases": 2, "groups_in_flight": 8}
     end = {"at": AT, "name": "trainer-1", "host": "n1", "reason": "killed by SIGKILL", "said": "x\ny", "exit_code": -9}
     node = {"node": "n9", "at": AT, "reason": "no heartbeat", "incarnation": 1}
     return body | {
@@ -83,8 +84,20 @@ def crowded_body(tmp_path: Path) -> dict[str, Any]:
             "reason": "killed by SIGKILL",
             "log": "logs/x",
             "lines": ["said"],
+            "try": "less of everything",
         },
         "reward_mean": 0.5,
+        "rewards": [0.1, 0.5],
+        "unfinished_saved": 3,
+        "queue": {"ready": 12, "stale": 3, "in_flight": 512, "leases": 128},
+        "disk_bytes": {
+            "total": 10**12,
+            "trajectories": 10**11,
+            "weights": 8 * 10**11,
+            "checkpoints": 10**11,
+            "other": 5,
+            "is_estimate": True,
+        },
         "lag": {"mean": 1.0, "max": 2.0},
         "waiting_for": "rollout",
         "tokens_per_s": 100.0,
@@ -111,8 +124,27 @@ def test_a_crowded_run_fits_a_small_terminal(tmp_path: Path) -> None:
         "rollout-0",
         "n9",
         "63 more",
+        "12 groups ready (3 stale), 512 in flight in 128 leases",
+        "~1 TB: trajectories 100 GB, weights 800 GB, checkpoints 100 GB",
+        "died",
+        "event",
     ):
         assert word in text, word
+
+
+def test_a_larger_terminal_shows_more(tmp_path: Path) -> None:
+    body = crowded_body(tmp_path)
+    assert [len(shown(body, 120, height)) for height in (23, 40, 80)] == [23, 40, 80]
+    (line,) = [line for line in shown(body, 120, 80) if "rollout-9" in line]
+    assert "generating, version 3; 8 samples of 8 groups (2 leases) on n7" in line
+
+
+def test_a_controller_that_says_nothing_of_its_queue(tmp_path: Path) -> None:
+    body = crowded_body(tmp_path)
+    old = [{k: v for k, v in worker.items() if k not in ("leases", "groups_in_flight")} for worker in body["workers"]]
+    found = dict(rows({**body, "queue": None, "workers": old, "disk_bytes": None, "disk_free_bytes": None}))
+    assert "queue" not in found and "disk" not in found
+    assert found["  rollout-0"] == "generating, version 3; 8 samples on n7"
 
 
 def test_everything_is_shown_without_a_limit(tmp_path: Path) -> None:

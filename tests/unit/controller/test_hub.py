@@ -361,6 +361,22 @@ def test_what_people_see() -> None:
     assert hub.status().state == "finished"
 
 
+def test_what_lies_between_rollout_and_training() -> None:
+    """Two leases of two groups each, and one finished block of which the next step may take nothing."""
+    hub = relaxed(4)
+    hub.recorded(wire.Recorded(step=4, group_ids=()))
+    beat(hub, 4)
+    beat(hub, 4, name="rollout-1")
+    blocks = [lease(hub, name).block for name in ("rollout-0", "rollout-0", "rollout-1")]
+    hub.commit(request(blocks[0], version=2))
+    status = hub.status()
+    assert (status.ready_groups, status.stale_groups, status.leased_groups, status.leases) == (2, 2, 4, 2)
+    held = {worker["name"]: (worker["leases"], worker["groups_in_flight"]) for worker in status.workers}
+    assert held == {"rollout-0": (1, 2), "rollout-1": (1, 2)}
+    hub.forget("rollout-1")
+    assert (hub.status().leased_groups, len(hub.status().workers)) == (2, 1)
+
+
 # -- from disk ------------------------------------------------------------------------------------------------------
 
 

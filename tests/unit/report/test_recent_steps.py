@@ -48,5 +48,5 @@ def test_they_are_on_the_screen(layout: RunLayout) -> None:
     running = rows({**body, "seconds_left": 90.0, "step": 4, "steps": 8, "disk_free_bytes": 1 << 30})
     said = dict(running)
     assert said["step"] == "4 of 8  ██████████░░░░░░░░░░, about 0:01:30 left"
-    assert said["disk"] == "only 1.0 GiB are free where the run lies"
+    assert said["disk"].startswith("only 1.0 GiB are free where the run lies; ")
     assert any("0.400 (from 0.100)" in text for _, text in running)
