@@ -1,22 +1,32 @@
 """Which samples to look at: the best, the worst, the middle, the odd.
 
-Owns the order and the reasons. Never reads a text: only a few columns of the scan. Invariant: the same run gives the
-same choice, and no sample is chosen twice. The page behind it is ``docs/trajectories.md``.
+Owns the order and the reasons, for ``traj show`` and the report alike. Never reads a text: only a few columns of the scan.
+Invariant: the same run gives the same choice, and no sample is chosen twice. The page behind it is ``docs/trajectories.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from milesbatch.analysis.counted import PENDING
 from milesbatch.analysis.scan import TrajectoryScan
 
-_COLUMNS = ("group_id", "sample_index", "step", "reward", "response_tokens", "finish_reason", "error")
+CANDIDATE_COLUMNS = (
+    "group_id", "sample_index", "step", "fate", "reward", "response_tokens", "finish_reason", "error",
+)  # fmt: skip
+LATE_SHARE = 0.25
+"""For a report the best of a run are of the last quarter of its steps: else they would tell when, not what, it learned."""
+_FEWEST_SIBLINGS = 3
+"""In a smaller group nobody is alone."""
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +38,63 @@ class Choice:
     step: int | None
     reward: float
     response_tokens: int
-    finish_reason: str
     kind: str
     """``best``, ``worst``, ``median`` or ``odd``."""
     why: str
     """For people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A few numbers of each sample, as columns of equal length: about 45 bytes for each."""
+
+    group: Ints
+    sample: Ints
+    step: Ints
+    """``PENDING`` without a fate."""
+    reward: NDArray[np.float64]
+    length: Ints
+    """Response tokens."""
+    is_trained: Flags
+    is_failed: Flags
+    is_cut: Flags
+    """Ended because there was no room for more tokens."""
+
+    @classmethod
+    def of(cls, batch: Any) -> Candidates:
+        """From a record batch that has ``CANDIDATE_COLUMNS``."""
+
+        def numbers(values: Any, kind: Any = np.int64) -> NDArray[Any]:
+            return np.asarray(values.to_numpy(zero_copy_only=False), kind)
+
+        return cls(
+            group=numbers(batch["group_id"]),
+            sample=numbers(batch["sample_index"]),
+            step=numbers(pc.fill_null(batch["step"], PENDING)),
+            reward=numbers(batch["reward"], np.float64),
+            length=numbers(batch["response_tokens"]),
+            is_trained=numbers(pc.equal(batch["fate"], "trained"), bool),
+            is_failed=numbers(batch["error"].is_valid(), bool),
+            is_cut=numbers(pc.equal(batch["finish_reason"], "length"), bool),
+        )
+
+    @classmethod
+    def join(cls, parts: Iterable[Candidates]) -> Candidates:
+        """One after the other; of no parts, no candidates."""
+        kinds = {"reward": np.float64, "is_trained": bool, "is_failed": bool, "is_cut": bool}
+        found = list(parts)
+        return cls(
+            *(
+                np.concatenate([np.zeros(0, kinds.get(f.name, np.int64)), *(getattr(part, f.name) for part in found)])
+                for f in fields(cls)
+            )
+        )
+
+    def of_rows(self, chosen: Flags | Ints) -> Candidates:
+        return Candidates(*(getattr(self, f.name)[chosen] for f in fields(self)))
+
+    def __len__(self) -> int:
+        return len(self.group)
 
 
 def choose_samples(
@@ -44,72 +106,106 @@ def choose_samples(
     median: int = 0,
     odd: int = 0,
 ) -> list[Choice]:
-    """Samples of a step (of the whole run without one), by reward; failed episodes are chosen as odd ones only.
-
-    With equal rewards the lower group and sample comes first. Odd are, in this order: a failed episode, the longest
-    and the shortest response, the highest reward that was cut off at the length limit, and the lowest reward of a
-    group that the others solved.
-    """
-    table = _rows(scan, step)
-    good = table.filter(pc.is_null(table["error"]))
-    by_reward = good.sort_by([("reward", "descending"), ("group_id", "ascending"), ("sample_index", "ascending")])
-    rising = good.sort_by([("reward", "ascending"), ("group_id", "ascending"), ("sample_index", "ascending")])
-    middle = max((rising.num_rows - median) // 2, 0)
-    chosen = [_choice(row, "best", "highest reward") for row in by_reward.slice(0, best).to_pylist()]
-    chosen += [_choice(row, "worst", "lowest reward") for row in rising.slice(0, worst).to_pylist()]
-    chosen += [_choice(row, "median", "reward in the middle") for row in rising.slice(middle, median).to_pylist()]
-    taken = {(one.group_id, one.sample_index) for one in chosen}
-    unique: dict[tuple[int, int], Choice] = {}
-    for one in chosen:
-        unique.setdefault((one.group_id, one.sample_index), one)
-    for row, why in _oddities(table, good) if odd else ():
-        key = (row["group_id"], row["sample_index"])
-        if odd and key not in taken:
-            taken.add(key)
-            unique[key] = _choice(row, "odd", why)
-            odd -= 1
-    return list(unique.values())
-
-
-def _rows(scan: TrajectoryScan, step: int | None) -> Any:
+    """Samples of a step (of the whole run without one), as :func:`choose` does it."""
     counted = scan.counted
-    if step is None:
-        return scan.table(_COLUMNS)
-    table = scan.table(_COLUMNS, counted.files_of(counted.step == step))
-    return table.filter(pc.equal(table["step"], step))
+    files = None if step is None else counted.files_of(counted.step == step)
+    found = Candidates.join(Candidates.of(batch) for batch in scan.batches(CANDIDATE_COLUMNS, files))
+    if step is not None:
+        found = found.of_rows(found.step == step)
+    return choose(found, best=best, worst=worst, median=median, odd=odd)
 
 
-def _choice(row: dict[str, Any], kind: str, why: str) -> Choice:
-    kept = ("group_id", "sample_index", "step", "reward", "response_tokens", "finish_reason")
-    return Choice(**{name: row[name] for name in kept}, kind=kind, why=why)
+def choose(
+    found: Candidates, *, best: int = 0, worst: int = 0, median: int = 0, odd: int = 0, is_late: bool = False
+) -> list[Choice]:
+    """Samples by reward; failed episodes, and rewards that are no finite number, are chosen as odd ones only.
+
+    With equal rewards the later step comes first, then the lower group and sample. ``is_late``: best, worst and median are
+    trained samples of the last quarter of the steps, and the odd ones have a fate. Odd are, in this order: the last failed
+    episode, the longest and the shortest response, the highest reward that was cut off at the length limit, and who is
+    furthest below and above the other samples of its group.
+    """
+    if is_late:
+        found = found.of_rows(found.step != PENDING)
+    good = ~found.is_failed & np.isfinite(found.reward) & (found.is_trained | (not is_late))
+    pool, where = _late(found, good) if is_late else (np.flatnonzero(good), "")
+    falling = _ordered(found, pool, -found.reward)
+    rising = _ordered(found, pool, found.reward)
+    middle = max((len(rising) - median) // 2, 0)
+    chosen: dict[int, tuple[str, str]] = {}
+    for kind, rows, why in (
+        ("best", falling[:best], "highest reward"),
+        ("median", rising[middle : middle + median], "reward in the middle"),
+        ("worst", rising[:worst], "lowest reward"),
+    ):
+        for row in rows.tolist():
+            chosen.setdefault(row, (kind, why + where))
+    for row, why in _oddities(found, good) if odd else ():
+        if odd and row not in chosen:
+            chosen[row] = "odd", why
+            odd -= 1
+    return [_choice(found, row, kind, why) for row, (kind, why) in chosen.items()]
 
 
-def _oddities(table: Any, good: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    ends: Sequence[tuple[Any, str, str, str]] = (
-        (table.filter(pc.is_valid(table["error"])), "response_tokens", "descending", "its episode failed"),
-        (good, "response_tokens", "descending", "longest response"),
-        (good, "response_tokens", "ascending", "shortest response"),
-        (good.filter(pc.equal(good["finish_reason"], "length")), "reward", "descending", "cut off, with a high reward"),
+def _late(found: Candidates, good: Flags) -> tuple[Ints, str]:
+    """Rows of the last quarter of the steps, and which steps these are, in words."""
+    if not good.any():
+        return np.zeros(0, np.int64), ""
+    last = int(found.step[good].max())
+    since = last - max(1, round(LATE_SHARE * last)) + 1
+    where = f" of steps {since} to {last}" if since < last else f" of step {last}"
+    return np.flatnonzero(good & (found.step >= since)), where
+
+
+def _ordered(found: Candidates, rows: Ints, values: NDArray[Any]) -> Ints:
+    """``rows`` with the least of ``values`` first."""
+    return rows[np.lexsort((found.sample[rows], found.group[rows], -found.step[rows], values[rows]))]
+
+
+def _first(found: Candidates, rows: Ints, values: NDArray[Any]) -> Ints:
+    """The row with the least value, if there is any: without sorting all of them."""
+    if not len(rows):
+        return rows
+    return _ordered(found, rows[values[rows] == values[rows].min()], values)[:1]
+
+
+def _choice(found: Candidates, row: int, kind: str, why: str) -> Choice:
+    step = int(found.step[row])
+    return Choice(
+        group_id=int(found.group[row]),
+        sample_index=int(found.sample[row]),
+        step=None if step == PENDING else step,
+        reward=float(found.reward[row]),
+        response_tokens=int(found.length[row]),
+        kind=kind,
+        why=why,
     )
-    for rows, column, order, why in ends:
-        for row in (
-            rows.sort_by([(column, order), ("group_id", "ascending"), ("sample_index", "ascending")])
-            .slice(0, 1)
-            .to_pylist()
-        ):
+
+
+def _oddities(found: Candidates, good: Flags) -> Iterator[tuple[int, str]]:
+    rows = np.flatnonzero(good)
+    cut, failed = np.flatnonzero(good & found.is_cut), np.flatnonzero(found.is_failed)
+    some = rows if len(rows) and found.length[rows].min() < found.length[rows].max() else rows[:0]
+    for first, why in (
+        (_first(found, failed, -found.step), "the last episode that failed"),
+        (_first(found, some, -found.length), "longest response"),
+        (_first(found, some, found.length), "shortest response"),
+        (_first(found, cut, -found.reward), "cut off at the length limit; the highest reward of those"),
+        (_alone(found, rows, found.reward), "alone in failing: furthest below the other samples of its group"),
+        (_alone(found, rows, -found.reward), "alone in succeeding: furthest above the other samples of its group"),
+    ):
+        for row in first.tolist():
             yield row, why
-    yield from _outliers(good)
 
 
-def _outliers(good: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """The sample that is furthest below the mean of its group."""
-    if not good.num_rows:
-        return
-    groups, reward = good["group_id"].to_numpy(), good["reward"].to_numpy()
-    _, place = np.unique(groups, return_inverse=True)
-    mean = np.bincount(place, reward) / np.bincount(place)
-    below = mean[place] - reward
-    at = int(np.argmax(below))
-    if below[at] > 0:
-        row = good.take(pa.array([at])).to_pylist()[0]
-        yield row, f"its group has {mean[place[at]]:.3g} on average"
+def _alone(found: Candidates, rows: Ints, values: NDArray[np.float64]) -> Ints:
+    """The row whose value is furthest below the next one of its group, if any is."""
+    order = rows[np.lexsort((values[rows], found.group[rows]))]
+    starts = np.flatnonzero(np.append(True, np.diff(found.group[order]) != 0)) if len(order) else order
+    sizes = np.diff(np.append(starts, len(order)))
+    starts = starts[sizes >= _FEWEST_SIBLINGS]
+    leads = values[order[starts + 1]] - values[order[starts]] if len(starts) else np.zeros(0)
+    if not len(leads) or leads.max() <= 0:
+        return rows[:0]
+    furthest = order[starts[leads == leads.max()]]
+    return _first(found, furthest, np.zeros(len(found)))

@@ -151,7 +151,7 @@ def read_samples(counted: Counted, keys: Sequence[tuple[int, int]]) -> list[tupl
 
     Raises:
         InputError: one of them does not count.
-        CorruptArtefactError: a file is damaged.
+        CorruptArtefactError: a file is damaged, or does not hold the sample.
     """
     positions = counted.positions(np.array([group for group, _ in keys], np.int64)).tolist()
     by_file: dict[int, set[int]] = {}
@@ -166,6 +166,12 @@ def read_samples(counted: Counted, keys: Sequence[tuple[int, int]]) -> list[tupl
         for number, groups in by_file.items()
         for one in read_trajectories(counted.path(number), groups)
     }
+    for (group, index), position in zip(keys, positions, strict=True):
+        if (group, index) not in found:
+            path = counted.path(int(counted.file[position]))
+            raise CorruptArtefactError(
+                f"{path} holds no sample {index} of group {group}", mend="run `milesbatch audit`"
+            )
     return [(found[key], counted.fate(position)) for key, position in zip(keys, positions, strict=True)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -77,8 +76,7 @@ def _chart(name: str, label: str) -> Html:
 
 
 def _lag(material: Material) -> Html:
-    reasons: Counter[str] = Counter(entry.reason for record in material.batches for entry in record.rejected)
-    return joined([made.lag_words(material.experience, reasons), _chart("lag", "lag of trained tokens by step")])
+    return joined([made.lag_words(material.experience), _chart("lag", "lag of trained tokens by step")])
 
 
 def _recipe(material: Material) -> Html:

@@ -24,7 +24,7 @@ _DOTS_BELOW = 60
 Chart = dict[str, Any]
 
 
-def lag_words(experience: Experience, rejected: dict[str, int]) -> Html:
+def lag_words(experience: Experience) -> Html:
     """Shares of tokens by lag, and groups that were never trained on."""
     sums = [sum(column) for column in zip(*experience.lag_tokens.values(), strict=True)]
     if not sums:
@@ -34,7 +34,8 @@ def lag_words(experience: Experience, rejected: dict[str, int]) -> Html:
         for lag, number in enumerate(sums)
         if number
     ]
-    words = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in sorted(rejected.items()))
+    rejected = sorted((reason, number) for reason, number in experience.rejected.items() if number)
+    words = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in rejected)
     return joined(
         [
             tag("ul", *legend, _class="legend", aria_label="share of trained tokens by lag"),
@@ -189,7 +190,7 @@ def _card(sample: Shown, run: str) -> Html:
     t = sample.trajectory
     parts = ", ".join(f"{name} {figure(value)}" for name, value in t.rewards.items())
     facts = [
-        f"{'trained in' if sample.is_trained else 'rejected in'} step {sample.step}",
+        sample.fate_text,
         sample.lag_text,
         many(t.response_tokens, "token"),
         f"ended: {t.finish_reason}",
@@ -200,7 +201,7 @@ def _card(sample: Shown, run: str) -> Html:
     return tag(
         "article",
         tag("header",
-            tag("h3", sample.title), tag("p", sample.why, _class="quiet"),
+            tag("h3", sample.choice.kind), tag("p", sample.choice.why, _class="quiet"),
             tag("p", tag("strong", f"reward {figure(t.reward)}"), _class="reward")),
         *(_message(message.role, message.content, message.tool_calls) for message in t.messages),
         tag("pre", cut(t.error), _class="message error") if t.error else None,

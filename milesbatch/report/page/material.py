@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from milesbatch.audit.prove import audit_run
 from milesbatch.audit.verdict import Verdict
 from milesbatch.errors import MilesbatchError
-from milesbatch.records import BatchRecord, IncarnationRecord
+from milesbatch.records import IncarnationRecord
 from milesbatch.report.page.experience import Experience, look_at_experience
 from milesbatch.report.page.versions import VersionRow, list_versions
 from milesbatch.report.status import run_status
@@ -23,7 +23,6 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.evidence import Evidence, read_evidence
 from milesbatch.timeline.slices import Story, tell
 from milesbatch.timeline.troubles import Trouble, find_troubles
-from milesbatch.trajectories.listing import read_batches
 
 T = TypeVar("T")
 _MOST_INCARNATIONS = 100_000
@@ -40,7 +39,6 @@ class Material:
     evidence: Evidence
     story: Story
     troubles: list[Trouble]
-    batches: list[BatchRecord]
     experience: Experience
     versions: list[VersionRow]
     recipe: str
@@ -56,8 +54,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
     evidence = read_evidence(layout, len(incarnations))
     gaps += evidence.gaps
     story = tell(evidence)
-    batches = _batches(layout, gaps)
-    experience = look_at_experience(layout, batches)
+    experience = look_at_experience(layout)
     gaps += experience.gaps
     versions, unread = list_versions(layout, evidence)
     gaps += unread
@@ -77,7 +74,6 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
         evidence=evidence,
         story=story,
         troubles=find_troubles(evidence, story),
-        batches=batches,
         experience=experience,
         versions=versions,
         recipe=(recipe or b"").decode(errors="replace"),
@@ -95,16 +91,6 @@ def _attempt(read: Callable[[], T], otherwise: T, gaps: list[str]) -> T:
     except OSError as error:
         gaps.append(f"{error.filename}: {error.strerror}")
     return otherwise
-
-
-def _batches(layout: RunLayout, gaps: list[str]) -> list[BatchRecord]:
-    try:
-        batches, damaged = read_batches(layout)
-    except MilesbatchError as error:
-        gaps.append(error.what)
-        return []
-    gaps += [error.what for error in damaged]
-    return batches
 
 
 def _incarnations(layout: RunLayout, gaps: list[str]) -> list[IncarnationRecord]:

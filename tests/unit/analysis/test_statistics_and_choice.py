@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics as plain_statistics
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from builders import flip, make_run, past_incarnation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milesbatch.analysis.choose import choose_samples
+from milesbatch.analysis.choose import Candidates, choose, choose_samples
 from milesbatch.analysis.counted import count_groups
 from milesbatch.analysis.listing import list_files, read_samples
 from milesbatch.analysis.scan import TrajectoryScan
 from milesbatch.analysis.statistics import OTHER_CAUSES, _Moments, _Words, run_statistics
 from milesbatch.analysis.tally import Tally
-from milesbatch.errors import InputError
+from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.store.layout import RunLayout
 
 
@@ -142,7 +143,7 @@ def chosen(layout: RunLayout, **numbers: int) -> list[tuple[str, int, int]]:
 def test_choice_by_reward(varied: RunLayout) -> None:
     assert chosen(varied, step=2, best=2, worst=2) == [("best", 4, 3), ("best", 3, 2), ("worst", 3, 0), ("worst", 4, 0)]
     assert chosen(varied, step=1, median=1) == [("median", 2, 1)]
-    assert chosen(varied, best=1) == [("best", 0, 3)]
+    assert chosen(varied, best=1) == [("best", 4, 3)], "of equal rewards the one of the later step"
     everything = chosen(varied, step=1, best=100, worst=100, median=100, odd=100)
     assert len(everything) == len({(group, sample) for _, group, sample in everything}) == 12
 
@@ -150,13 +151,57 @@ def test_choice_by_reward(varied: RunLayout) -> None:
 def test_odd_ones_say_why(varied: RunLayout) -> None:
     odd = choose_samples(scan_of(varied), step=1, odd=5)
     assert [(one.why, one.group_id, one.sample_index) for one in odd] == [
-        ("its episode failed", 1, 3),
+        ("the last episode that failed", 1, 3),
         ("longest response", 2, 3),
         ("shortest response", 0, 0),
-        ("cut off, with a high reward", 0, 2),
+        ("cut off at the length limit; the highest reward of those", 0, 2),
+        ("alone in succeeding: furthest above the other samples of its group", 0, 3),
     ]
-    last = choose_samples(scan_of(varied), step=2, odd=5)[-1]
-    assert (last.why, last.group_id, last.sample_index) == ("its group has 0.375 on average", 4, 0)
+
+
+def candidates(
+    *rows: tuple[int, int, int, float, int], failed: Sequence[int] = (), cut: Sequence[int] = ()
+) -> Candidates:
+    """Each: step, group, sample, reward, length; all of them trained."""
+    steps, groups, samples, lengths = (np.array([row[place] for row in rows], np.int64) for place in (0, 1, 2, 4))
+    flags = [np.isin(np.arange(len(rows)), list(marked)) for marked in (failed, cut)]
+    rewards = np.array([row[3] for row in rows])
+    return Candidates(groups, samples, steps, rewards, lengths, np.ones(len(rows), bool), *flags)
+
+
+def test_best_median_and_worst_are_of_late_steps_where_that_is_asked_for() -> None:
+    found = candidates(
+        (1, 0, 0, 9.0, 3), (1, 0, 1, -9.0, 3), (20, 5, 0, 0.2, 3), (20, 5, 1, 0.5, 3), (19, 4, 0, 0.9, 3), (18, 3, 1, 0.1, 3),
+        (0, 6, 0, 8.0, 3),
+    )  # fmt: skip
+    late = {one.kind: one for one in choose(found, best=1, worst=1, median=1, is_late=True)}
+    assert (late["best"].group_id, late["worst"].group_id, late["median"].reward) == (4, 3, 0.2)
+    assert late["best"].why == "highest reward of steps 16 to 20"
+    best, *_, worst = choose(found, best=2, worst=1)
+    assert (best.group_id, worst.reward, worst.why) == (0, -9.0, "lowest reward")
+    assert [one.step for one in choose(found, best=2)] == [1, None]
+
+
+def test_who_is_alone_in_its_group() -> None:
+    found = candidates(
+        (1, 0, 0, 0.0, 5), (1, 0, 1, 0.0, 5), (1, 0, 2, 1.0, 5),
+        (1, 1, 0, 1.0, 5), (1, 1, 1, 1.0, 50), (1, 1, 2, 0.3, 5),
+        (1, 2, 0, 0.5, 1), (1, 2, 1, 0.0, 0), (1, 3, 0, 0.0, 5), (1, 3, 1, 9.0, 5),
+        failed=[7], cut=[4],
+    )  # fmt: skip
+    why = {one.why.partition(":")[0]: (one.group_id, one.sample_index) for one in choose(found, odd=9)}
+    assert why["the last episode that failed"] == (2, 1)
+    assert why["longest response"] == (1, 1) and why["shortest response"] == (2, 0)
+    assert why["alone in succeeding"] == (0, 2) and why["alone in failing"] == (1, 2), "group 3 has two samples only"
+    assert len(set(why.values())) == len(why)
+
+
+def test_nothing_to_choose_from() -> None:
+    only_failed = candidates((1, 0, 0, 1.0, 3), (1, 0, 1, float("nan"), 3), failed=[0])
+    assert [one.why for one in choose(only_failed, best=2, worst=2, median=2, odd=9)] == [
+        "the last episode that failed"
+    ]
+    assert choose(Candidates.join([]), best=1, worst=1, median=1, odd=9, is_late=True) == []
 
 
 def test_chosen_samples_are_read_with_their_fates(varied: RunLayout) -> None:
@@ -168,3 +213,5 @@ def test_chosen_samples_are_read_with_their_fates(varied: RunLayout) -> None:
     ]
     with pytest.raises(InputError, match="group 77, sample 0 does not count"):
         read_samples(count_groups(varied), [(77, 0)])
+    with pytest.raises(CorruptArtefactError, match="holds no sample 9 of group 5"):
+        read_samples(count_groups(varied), [(5, 9)])

@@ -8,25 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from builders import commit_batch, flip, make_layout, make_rejection, write_groups
 
 from milesbatch.engines.protocol import VersionSpan
 from milesbatch.records import Rejection
-from milesbatch.report.page.experience import Rows, cause_of, look_at_experience
+from milesbatch.report.page.experience import look_at_experience
 from milesbatch.report.page.jumps import find_jumps
 from milesbatch.report.page.lanes import lay_lanes
 from milesbatch.report.page.made import lag_chart
 from milesbatch.report.page.panels import chosen_panels, label_of, smooth
-from milesbatch.report.page.samples import choose
+from milesbatch.report.page.samples import read_chosen
 from milesbatch.report.page.steps import Steps, collect_steps, fewer
 from milesbatch.report.page.words import figure, many, share, size, span
 from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.evidence import read_evidence
 from milesbatch.timeline.slices import ACTIVITIES, Slice, Story
 from milesbatch.timeline.troubles import Trouble
-from milesbatch.trajectories.listing import read_batches
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -224,8 +222,10 @@ def test_lag_of_tokens_counts_each_span_by_its_version(tmp_path: Path) -> None:
     layout = make_layout(tmp_path / "run")
     plain = write_groups(layout, [0, 1], version=4)
     mixed = write_groups(layout, [2], versions=(VersionSpan(2, 0), VersionSpan(3, 2), VersionSpan(4, 4)))
+    for step in range(1, 5):
+        commit_batch(layout, step, [])
     commit_batch(layout, 5, [*plain, *mixed])
-    found = look_at_experience(layout, read_batches(layout)[0])
+    found = look_at_experience(layout)
     assert found.lag_tokens == {5: [4 * 3 + 2, 0, 2, 0, 2]}
     assert (found.trajectories, found.tokens, found.pending, found.gaps) == (6, 18, 0, [])
 
@@ -236,9 +236,10 @@ def test_rejected_and_pending_groups_are_told_apart(tmp_path: Path) -> None:
     write_groups(layout, [7], error="boom: took 3.5 s at 0x7f")
     rejection = Rejection(group_id=1, reason="stale", path=stale.path, digest=stale.digest)
     commit_batch(layout, 1, [kept], rejected=[rejection])
-    found = look_at_experience(layout, read_batches(layout)[0])
-    assert found.rows.is_trained.tolist() == [True, True, False, False] and found.pending == 2
-    assert found.causes == {"boom: took #.# s at #": 2} and found.finish_reasons == {"stop": 6}
+    found = look_at_experience(layout)
+    assert found.candidates.is_trained.tolist() == [True, True, False, False] and found.pending == 2
+    assert found.causes == {"boom: took # s at #x#f": 2} and found.finish_reasons == {"stop": 6}
+    assert found.rejected["stale"] == 1 and found.rejected.total() == 1
 
 
 def test_damaged_and_missing_files_cost_their_own_rows(tmp_path: Path) -> None:
@@ -247,9 +248,29 @@ def test_damaged_and_missing_files_cost_their_own_rows(tmp_path: Path) -> None:
     commit_batch(layout, 1, refs, rejected=[make_rejection(9)])
     path = layout.trajectory(refs[0].path)
     path.write_bytes(path.read_bytes()[:200])
-    found = look_at_experience(layout, read_batches(layout)[0])
-    assert found.trajectories == 2 and len(found.rows) == 2
-    assert [gap.partition(" ")[0] for gap in found.gaps] == [f"trajectories/{path.name}", "1"]
+    found = look_at_experience(layout)
+    assert found.trajectories == 2 and len(found.candidates) == 2
+    assert {gap.partition(" ")[0] for gap in found.gaps} == {str(path), str(layout.trajectory("x.arrow"))}
+
+
+def test_a_file_that_does_not_count_is_not_looked_at(tmp_path: Path) -> None:
+    """Two workers generated the group; the batch record names one of the files."""
+    layout = make_layout(tmp_path / "run")
+    refs = write_groups(layout, [0])
+    write_groups(layout, [0], worker="rollout-1", error="lost the race")
+    commit_batch(layout, 1, refs)
+    found = look_at_experience(layout)
+    assert (found.trajectories, found.pending, dict(found.causes)) == (2, 0, {})
+
+
+def test_very_many_damaged_files_are_counted_in_the_end(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    refs = [ref for group in range(25) for ref in write_groups(layout, [group])]
+    commit_batch(layout, 1, refs)
+    for ref in refs:
+        layout.trajectory(ref.path).unlink()
+    gaps = look_at_experience(layout).gaps
+    assert len(gaps) == 21 and gaps[-1] == "5 more files of the run's experience cannot be read"
 
 
 @pytest.mark.parametrize("offset", range(8, 2000, 97))
@@ -258,20 +279,7 @@ def test_flipped_bytes_never_end_the_report(tmp_path: Path, offset: int) -> None
     refs = write_groups(layout, [0, 1])
     commit_batch(layout, 1, refs)
     flip(layout.trajectory(refs[0].path), offset)
-    assert look_at_experience(layout, read_batches(layout)[0]).trajectories in (0, 4)
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        ("KeyError: 'a17'\nTraceback", "KeyError: 'a#'"),
-        ("\n\n  late  \n", "late"),
-        ("", "(no text)"),
-        ("x" * 500, "x" * 159 + "…"),
-    ],
-)
-def test_causes(error: str, cause: str) -> None:
-    assert cause_of(error) == cause
+    assert look_at_experience(layout).trajectories in (0, 4)
 
 
 def test_lag_chart_adds_up_to_one_and_has_a_bearable_number_of_bars() -> None:
@@ -284,44 +292,34 @@ def test_lag_chart_adds_up_to_one_and_has_a_bearable_number_of_bars() -> None:
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 
-def made_rows(*rows: tuple[int, int, int, float, int], failed: Sequence[int] = (), cut: Sequence[int] = ()) -> Rows:
-    """Each: step, group, sample, reward, length."""
-    columns = list(zip(*rows, strict=True))
-    count = len(rows)
-    steps, groups, samples, _, lengths = (np.array(column, np.int64) for column in columns)
-    flags = [np.isin(np.arange(count), list(marked)) for marked in (failed, cut)]
-    return Rows(steps, np.ones(count, bool), groups, samples, np.array(columns[3], float), lengths, *flags, groups)
+def test_the_samples_of_the_page_are_read_with_their_fates(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    (kept, stale) = write_groups(layout, [0, 1])
+    (failed,) = write_groups(layout, [2], error="boom")
+    write_groups(layout, [7])
+    rejection = Rejection(group_id=1, reason="stale", path=stale.path, digest=stale.digest)
+    commit_batch(layout, 1, [kept, failed], rejected=[rejection])
+    gaps: list[str] = []
+    shown = read_chosen(look_at_experience(layout), gaps)
+    told = [(one.choice.kind, one.trajectory.group_id, one.trajectory.sample_index, one.fate_text) for one in shown]
+    assert told == [
+        ("best", 0, 1, "trained in step 1"),
+        ("median", 0, 0, "trained in step 1"),
+        ("odd", 2, 0, "trained in step 1"),
+    ]
+    assert gaps == [] and shown[0].lag_text == "version 0"
+    assert shown[2].to_json()["error"] == "boom" and shown[2].to_json()["messages"][1]["content"] == "2"
+    assert json.dumps([one.to_json() for one in shown])
 
 
-def test_best_median_and_worst_are_of_late_steps() -> None:
-    rows = made_rows(
-        (1, 0, 0, 9.0, 3),
-        (1, 0, 1, -9.0, 3),
-        (20, 5, 0, 0.2, 3),
-        (20, 5, 1, 0.5, 3),
-        (19, 4, 0, 0.9, 3),
-        (18, 3, 1, 0.1, 3),
-    )
-    found = {chosen.title: chosen.row for chosen in choose(rows)}
-    assert (found["best"], found["worst"]) == (4, 5) and found["median"] in (2, 3)
-
-
-def test_odd_ones() -> None:
-    rows = made_rows(
-        (1, 0, 0, 0.0, 5), (1, 0, 1, 0.0, 5), (1, 0, 2, 1.0, 5),
-        (1, 1, 0, 1.0, 5), (1, 1, 1, 1.0, 50), (1, 1, 2, 0.3, 5),
-        (1, 2, 0, 0.5, 1), (1, 2, 1, 0.0, 0),
-        failed=[7], cut=[4],
-    )  # fmt: skip
-    found = {chosen.title: chosen.row for chosen in choose(rows)}
-    assert found["odd: failed"] == 7 and found["odd: cut off"] == 4
-    assert {2, 5, 6} <= set(found.values())
-    assert len(set(found.values())) == len(found)
-
-
-def test_nothing_to_choose_from() -> None:
-    empty = made_rows((1, 0, 0, 1.0, 3), failed=[0])
-    assert [chosen.title for chosen in choose(empty)] == ["odd: failed"]
+def test_a_sample_that_is_gone_meanwhile_is_told_and_left_out(tmp_path: Path) -> None:
+    layout = make_layout(tmp_path / "run")
+    refs = [*write_groups(layout, [0]), *write_groups(layout, [1], error="boom")]
+    commit_batch(layout, 1, refs)
+    found, gaps = look_at_experience(layout), []
+    layout.trajectory(refs[1].path).unlink()
+    assert [one.choice.kind for one in read_chosen(found, gaps)] == ["best", "median"]
+    assert len(gaps) == 1 and refs[1].path in gaps[0]
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
