@@ -31,6 +31,12 @@ def report(
     audit: Annotated[
         bool, typer.Option("--audit/--no-audit", help="Prove the run for the page: reads every committed byte.")
     ] = True,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--samples", metavar="FILE.jsonl", help="Also write the samples that the page shows, one in each line."
+        ),
+    ] = None,
     track: Annotated[
         bool, typer.Option("--track", help="Also put what was written into the run's MLflow run, as artefacts.")
     ] = False,
@@ -44,9 +50,11 @@ def report(
     written: dict[str, Written] = {}
     if trace is not None:
         written["trace"] = write_trace(layout, trace)
-    if output is not None or trace is None:
+    if output is not None or samples is not None or trace is None:
         place = output or Path(f"{layout.root.resolve().name}-report.html")
-        written["page"] = write_page(layout, place, with_audit=audit, tell_progress=_tell)
+        written["page"] = write_page(layout, place, with_audit=audit, tell_progress=_tell, samples=samples)
+        if samples is not None:
+            written["samples"] = Written(samples, samples.stat().st_size, ())
     if track:
         from milesbatch.tracking.attach import MlflowRun  # imports MLflow
 

@@ -139,6 +139,23 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, threads: int) -
     return max(abs(process.returncode) for process in processes), outputs[0][0], outputs[0][1]
 
 
+def run_limited(module: str, arguments: Sequence[str], limit_s: float) -> str | None:
+    """Run ``python -m module ARGUMENTS`` and end it after ``limit_s``; None when it ended well, else why not, in words."""
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        return f"it was not done after {limit_s:.0f} s"
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else f"it ended with exit status {done.returncode}"
+
+
 def log_tail(log: Path, max_bytes: int = 8192) -> str:
     """The last lines of a log, without their times: what a dead process said last."""
     try:

@@ -35,6 +35,7 @@ from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import LivenessHint
 from milesbatch.store.takeover import Incarnation
+from milesbatch.tracking.last_report import LIMIT_S, wants_report
 from milesbatch.trajectories.groups import group_refs
 from milesbatch.wire import messages as wire
 
@@ -121,14 +122,16 @@ class ControllerLoop:
             self._supervisor.start_all()
             ending = await self._until_end(hint)
             self._say_ending(ending)
-            in_haste = ending.stop is not None and ending.stop.within_s is not None
-            await self._drain_tracking(_HASTY_DRAIN_S if in_haste else _DRAIN_S)
+            if ending.stop is None:
+                await self._drain_tracking(self._closing_s())
+            else:
+                await self._drain_tracking(_HASTY_DRAIN_S if ending.stop.within_s is not None else _DRAIN_S)
             return ending
         except MilesbatchError as error:
             with contextlib.suppress(StorageError):  # the terminal hears of it all the same
                 self.events.write("failed", error=error.what, exit_code=error.exit_code)
             self._supervisor_stop_now()
-            await self._drain_tracking()
+            await self._drain_tracking(self._closing_s())
             raise
         finally:
             self._supervisor.kill_all()
@@ -214,10 +217,18 @@ class ControllerLoop:
                 " failed lies outside of it, or environment.max_failed_share is to be raised, the same command goes on",
             )
 
-    async def _drain_tracking(self, limit_s: float = _DRAIN_S) -> None:
-        """The tracking process ends by itself when it has logged everything; wait for it, but not for ever."""
+    def _closing_s(self) -> float:
+        """How long the tracking process may take after a run's end, with the report where it makes one."""
+        return _DRAIN_S + (LIMIT_S if wants_report(self._recipe.tracking) else 0.0)
+
+    async def _drain_tracking(self, limit_s: float) -> None:
+        """The tracking process ends by itself when it has logged everything; wait for it, but not for ever, and hardly any more
+        once somebody asks to stop."""
         deadline_s = time.monotonic() + limit_s
+        was_asked = self._asked_to_stop() is not None
         while self._supervisor.running("tracking"):
+            if not was_asked and self._asked_to_stop() is not None:
+                was_asked, deadline_s = True, min(deadline_s, time.monotonic() + _HASTY_DRAIN_S)
             code = self._supervisor.children["tracking-0"].process.exit_code()
             if code == 0:
                 return

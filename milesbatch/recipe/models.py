@@ -286,6 +286,12 @@ class Tracking(Section):
     experiment: str = Field(
         "milesbatch", min_length=1, description="Name of the MLflow experiment, or the W&B project, of the run."
     )
+    report: bool = Field(
+        True,
+        description="With `kind: mlflow`: when the run has finished or failed, put its report (without the audit) and the"
+        " samples that it shows into the MLflow run as artefacts. A job keeps its nodes for that, for seconds, and at most"
+        " 45 s longer; a report that is not done then is left out.",
+    )
 
 
 class Recipe(Section):

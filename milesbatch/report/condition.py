@@ -220,7 +220,7 @@ def _ending_note(facts: _Facts) -> str | None:
 
 def _why(facts: _Facts, state: str) -> tuple[str | None, Failure | None]:
     """Cause and details of a bad end."""
-    if facts.record is not None and facts.word.get("event") == "failed" and state == "failed":
+    if facts.record is not None and facts.word.get("event") == "failed" and state in ("failed", "draining"):
         return str(facts.word.get("error")), failure_of(facts.layout, facts.record)
     if state == "failed":
         failure = facts.outside

@@ -51,7 +51,8 @@ class _Folder:
     entries: list[str] = field(default_factory=list)
     """All that are there, ascending."""
 
-    def list(self) -> None:
+    def refresh(self) -> None:
+        """See which entries there are now."""
         self.entries = sorted(_names(self.path))
         if len(self.sizes) > len(self.entries) or not self.sizes.keys() <= set(self.entries):
             there = set(self.entries)
@@ -98,7 +99,7 @@ class DiskUseReader:
             return None
         self._folders = {name: self._folders.get(name) or self._folder(name) for name in names}
         for folder in self._folders.values():
-            folder.list()
+            folder.refresh()
         self._spend()
         by_kind = dict.fromkeys(KINDS, 0)
         for folder in self._folders.values():

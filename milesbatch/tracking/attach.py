@@ -22,13 +22,15 @@ _MEND = "check MLFLOW_TRACKING_URI"
 class MlflowRun:
     """The MLflow run that a run is tracked as."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        """Raises:
+    def __init__(self, layout: RunLayout, beside: str = "") -> None:
+        """``beside`` is the URI of the database beside the run, for a caller that spells it otherwise than by its path.
+
+        Raises:
         InputError: MLflow is not installed, or the run is not tracked at ``MLFLOW_TRACKING_URI`` (or beside the run).
         StorageError: the tracking server or database cannot be used; so do the methods.
         """
         limit_mlflow_waits()
-        self._uri = mlflow_uri(f"sqlite:///{(layout.tracking / 'mlflow.db').resolve()}")
+        self._uri = mlflow_uri(beside or f"sqlite:///{(layout.tracking / 'mlflow.db').resolve()}")
         if self._uri.startswith("sqlite:///") and not Path(self._uri.removeprefix("sqlite:///")).is_file():
             raise _untracked(layout, self._uri)
         try:

@@ -21,6 +21,7 @@ from milesbatch.store.durable import make_directory
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
+from milesbatch.tracking.last_report import attach_report, wants_report
 from milesbatch.tracking.machine import machine_figures
 
 _POLL_S = 0.5
@@ -51,7 +52,9 @@ def main(context: RoleContext) -> None:
     layout = RunLayout(context.run_directory)
     run = open_run(layout, context.incarnation)
     open_tracker = _opener(run, context.incarnation)
-    follow(layout, context.incarnation, open_tracker, lambda: machine_figures(layout.root))
+    ending = follow(layout, context.incarnation, open_tracker, lambda: machine_figures(layout.root))
+    if ending != "stopped" and wants_report(run.recipe.tracking):
+        attach_report(layout)
 
 
 def _opener(run: OpenRun, incarnation: int) -> Callable[[], Tracker]:
@@ -87,8 +90,10 @@ def follow(
     incarnation: int,
     open_tracker: Callable[[], Tracker],
     machine: Callable[[], dict[str, float]] = dict,
-) -> None:
+) -> str:
     """Log every step up to the end of ``incarnation``; ``machine`` gives figures of now, logged beside a step that is new.
+
+    Returns how it ended: ``finished``, ``failed`` or ``stopped``.
 
     Raises:
         StorageError: some steps could not be logged; nothing is lost, the next start logs them.
@@ -107,7 +112,7 @@ def follow(
                 is_new = time.time() - began_s > _POLL_S and not event.get("replayed")
                 sink.add(event, machine() if is_new else {})
         if sink.flush():
-            return
+            return sink.ending
         time.sleep(_POLL_S)
 
 
@@ -127,6 +132,10 @@ class _Sink:
 
     def add(self, event: dict[str, Any], more: dict[str, float]) -> None:
         self._pending.append((event, more))
+
+    @property
+    def ending(self) -> str:
+        return self._ending or ""
 
     def end(self, status: str) -> None:
         self._ending = status

@@ -24,7 +24,6 @@ from milesbatch.report.page.jumps import find_jumps
 from milesbatch.report.page.lanes import Lanes, lay_lanes
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.panels import Panel, chosen_panels, label_of, panel_chart, reward_chart, steps_table
-from milesbatch.report.page.samples import read_chosen
 from milesbatch.report.page.steps import Steps, collect_steps, fewer
 from milesbatch.report.page.words import figure
 from milesbatch.timeline.slices import ACTIVITIES
@@ -37,7 +36,6 @@ def page(material: Material, library: str | None) -> str:
     """The whole document; ``library`` is Vega's script, None for a page with tables and without charts."""
     every = collect_steps(material.evidence)
     material.gaps += every.odd
-    shown = read_chosen(material.experience, material.gaps)
     steps = fewer(every)
     jumps = find_jumps(every.step, every.column("reward_mean"))
     lanes = lay_lanes(material.story, material.troubles)
@@ -51,7 +49,7 @@ def page(material: Material, library: str | None) -> str:
         ("episodes", "Failed episodes", made.episode_section(material.experience)),
         ("weights", "Weights", _weights(material)),
         ("time", "Where the time went", told.time_table(material.story)),
-        ("samples", "Samples", made.sample_cards(shown, material.name)),
+        ("samples", "Samples", made.sample_cards(material.samples, material.name)),
         ("recipe", "Recipe and its changes", _recipe(material)),
         ("audit", "Audit", opening.audit_section(material)),
         ("steps", "Every step", told.step_table(fewer(every, _MOST_ROWS))),

@@ -35,16 +35,23 @@ class Written:
     """What of the run could not be read, in words."""
 
 
-def write_page(layout: RunLayout, path: Path, *, with_audit: bool, tell_progress: Tell) -> Written:
-    """Write the report of a run as one HTML file.
+def write_page(
+    layout: RunLayout, path: Path, *, with_audit: bool, tell_progress: Tell, samples: Path | None = None
+) -> Written:
+    """Write the report of a run as one HTML file; with ``samples`` also the samples that it shows, a JSON object in each line.
 
     Raises:
         StorageError: it cannot be written. InputError: its directory does not exist.
     """
-    _check_place(path)
+    for place in (path, samples):
+        if place is not None:
+            _check_place(place)
     material = gather(layout, utc_now(), with_audit=with_audit, tell_progress=tell_progress)
     data = page(material, chart_library(tell_progress)).encode("utf-8", "replace")
     replace_hint(path, data)
+    if samples is not None:
+        lines = [json.dumps(sample.to_json(), ensure_ascii=False) for sample in material.samples]
+        replace_hint(samples, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     return Written(path, len(data), tuple(material.gaps))
 
 

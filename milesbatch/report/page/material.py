@@ -16,6 +16,7 @@ from milesbatch.audit.verdict import Verdict
 from milesbatch.errors import MilesbatchError
 from milesbatch.records import IncarnationRecord
 from milesbatch.report.page.experience import Experience, look_at_experience
+from milesbatch.report.page.samples import Shown, read_chosen
 from milesbatch.report.page.versions import VersionRow, list_versions
 from milesbatch.report.status import run_status
 from milesbatch.store.durable import read_optional
@@ -40,6 +41,7 @@ class Material:
     story: Story
     troubles: list[Trouble]
     experience: Experience
+    samples: list[Shown]
     versions: list[VersionRow]
     recipe: str
     verdict: Verdict | None
@@ -56,6 +58,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
     story = tell(evidence)
     experience = look_at_experience(layout)
     gaps += experience.gaps
+    samples = read_chosen(experience, gaps)
     versions, unread = list_versions(layout, evidence)
     gaps += unread
     status = _attempt(lambda: run_status(layout), None, gaps)
@@ -75,6 +78,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
         story=story,
         troubles=find_troubles(evidence, story),
         experience=experience,
+        samples=samples,
         versions=versions,
         recipe=(recipe or b"").decode(errors="replace"),
         verdict=verdict,
