@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 RECIPE ?= recipes/tiny.yaml
 TEST_WORKERS ?= 2
+GALLERY ?= docs/images/gallery
 
 .DEFAULT_GOAL := help
 .PHONY: gallery help setup run test test-long crash drill soak check format docs bench clean cluster-up cluster-down cluster-env
@@ -72,8 +73,8 @@ bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/trajectories_at_scale.py
 
-gallery: setup ## pictures of docs/gallery.md, from a run with two injected faults (root: installs Chromium when missing)
-	$(BIN)/python tools/gallery.py
+gallery: setup ## pictures of docs/gallery.md, from a run with two injected faults (GALLERY=... for another folder)
+	$(BIN)/python tools/gallery.py --images $(GALLERY)
 
 clean: ## remove .venv and caches (never a run)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
