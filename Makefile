@@ -16,7 +16,7 @@ help: ## list the targets
 
 setup: $(VENV)/.ready ## create .venv and install everything
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml setup.py $(wildcard milesbatch/weights/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"

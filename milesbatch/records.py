@@ -213,7 +213,7 @@ class TensorEntry(Value):
     shape: tuple[int, ...]
     digest: str
     """Digest of the raw little-endian bytes of the whole tensor in this version."""
-    encoding: Literal["raw", "same", "xor-zstd", "sparse-zstd", "raw-zstd"]
+    encoding: Literal["raw", "same", "xor-zstd", "steps-zstd", "raw-zstd"]
     """How the delta holds it; ``raw`` when the version has no delta."""
     changed: int
     """Elements that differ from the parent; without a parent, the number of elements."""
@@ -294,6 +294,78 @@ class Hold(Record):
     host: str
     pid: int
     count: int
+
+
+class EvaluationSettings(Value):
+    """What an evaluation asks, and how: two evaluations with equal settings can be compared."""
+
+    prompts: str
+    """Digest of all prompts with their reference answers, in order."""
+    num_prompts: int
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    seed: int
+    reward: str
+    """Digest of the reward function's name and source."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the settings as canonical JSON."""
+        return digest_bytes(canonical_json(self.model_dump(mode="json")))
+
+
+class EvaluationFigures(Value):
+    """What came out, over all samples; rewards and their parts over those whose episode did not fail, null without any."""
+
+    samples: int
+    failed: int
+    reward_mean: float | None
+    reward_std: float | None
+    reward_best_mean: float | None
+    """Mean over prompts of each one's best sample."""
+    rewards: dict[str, float]
+    """Mean of each named part of the reward."""
+    length_mean: float
+    """Response tokens."""
+    length_max: int
+    finish_reasons: dict[str, int]
+
+
+class EvaluationRecord(Record):
+    """``evaluations/000040/TAG.json``: what policy version 40 answered to held-out prompts. Its creation is the commit.
+
+    It is a statement about weights, not about the run: it holds for whatever has the same weights digest.
+    """
+
+    kind: ClassVar[str] = "evaluation"
+    version: int
+    weights_digest: str
+    name: str
+    """``recipe`` for the prompts of the recipe; else the name of the prompt file."""
+    settings: EvaluationSettings
+    incarnation: int
+    """Whose recipe it was made with."""
+    host: str
+    figures: EvaluationFigures
+    files: tuple[FileRef, ...]
+    """The trajectories, one Arrow file."""
+    seconds: float
+    """From the first request to the last answer."""
+    started_at: str
+
+    @property
+    def tag(self) -> str:
+        """The name of the record: what it is about, so that it is found without a listing."""
+        return evaluation_tag(self.weights_digest, self.settings)
+
+
+def evaluation_tag(weights_digest: str, settings: EvaluationSettings) -> str:
+    """First 16 hexadecimal digits of a digest over weights and settings."""
+    return digest_bytes(canonical_json([weights_digest, settings.digest])).partition(":")[2][:16]
 
 
 class CheckpointManifest(Record):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from milesbatch.errors import StorageError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.sight import AT_ONCE, Sight
@@ -62,6 +63,11 @@ class Follower:
         self._current: VerifiedWeights | None = None
 
     @property
+    def layout(self) -> RunLayout:
+        """Of the run that it follows."""
+        return self._layout
+
+    @property
     def current(self) -> VerifiedWeights | None:
         """The newest version that was reached; None before the first."""
         return self._current
@@ -82,6 +88,28 @@ class Follower:
         """
         manifest = read_manifest(self._layout, version)
         return manifest.weights_digest if manifest is not None and self._accept(manifest) else None
+
+    def published_manifest(self, version: int) -> WeightsManifest:
+        """Manifest of a version that was published, as somebody said; may be asked by another thread.
+
+        Raises:
+            CorruptArtefactError: it is damaged.
+            StorageError: it is not there, or does not count.
+        """
+
+        def look() -> WeightsManifest:
+            manifest = read_manifest(self._layout, version)
+            if manifest is None or not self._accept(manifest):
+                path = self._layout.weights_manifest(version)
+                raise StorageError(f"policy version {version} is not published: {path} does not count", unseen=path)
+            return manifest
+
+        return self._sight.until_seen(look)
+
+    def adopt(self, copy: Copy) -> VerifiedWeights:
+        """Go on from a proven copy that did not come from files; deltas are applied to it from now on."""
+        self._current = VerifiedWeights(self._layout, copy)
+        return self._current
 
     def advance_to(self, version: int) -> VerifiedWeights:
         """Reach ``version`` by deltas on the local copy or from a keyframe, whichever reads fewer bytes and works.

@@ -342,14 +342,15 @@ def _draft(named: Iterable[tuple[str, torch.Tensor]], base: Mapping[str, RawTens
         if name in draft.tensors:
             raise ValueError(f"tensor {name} comes twice")
         raw = from_torch(name, tensor)
-        draft.digests[name] = raw.digest
         old = None if base is None else base.get(name)
         if old is not None and (old.dtype, old.shape) == (raw.dtype, raw.shape):
             difference = encode(old.data, raw.data, element_bytes(raw.dtype))
-            draft.differences[name] = difference
+            draft.differences[name], draft.digests[name] = difference, difference.digest
             if difference.encoding == "same":
                 draft.tensors[name] = old
                 continue
+        else:
+            draft.digests[name] = raw.digest
         # The trainer goes on changing its parameters in place: the snapshot needs memory of its own.
         draft.tensors[name] = RawTensor(raw.dtype, raw.shape, raw.data.copy())
     return draft
@@ -366,7 +367,7 @@ def _delta_payload(draft: _Draft) -> dict[str, RawTensor]:
 def _entries(draft: _Draft, has_delta: bool, file: FileRef | None) -> Iterator[TensorEntry]:
     for name, tensor in sorted(draft.tensors.items()):
         num_elements = tensor.data.size // element_bytes(tensor.dtype)
-        difference = draft.differences[name] if has_delta else Encoded("raw", b"", num_elements)
+        difference = draft.differences[name] if has_delta else Encoded("raw", b"", num_elements, draft.digests[name])
         yield TensorEntry(
             name=name,
             dtype=tensor.dtype,

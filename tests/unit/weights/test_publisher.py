@@ -42,7 +42,7 @@ def test_kinds_and_sizes_of_a_chain(layout: RunLayout, chain: Publisher) -> None
     assert [m.parent for m in manifests] == [None, 0, 1, 2, 3, 4, 5]
     encodings = {entry.name: entry.encoding for entry in manifests[1].tensors}
     assert encodings["frozen"] == encodings["empty"] == "same"
-    assert encodings["layer.weight"] == "sparse-zstd"
+    assert encodings["layer.weight"] == "steps-zstd"
     changed = {entry.name: entry.changed for entry in manifests[1].tensors}
     assert (changed["layer.weight"], changed["scalar"], changed["frozen"]) == (122, 1, 0)
     assert sum(ref.bytes for ref in manifests[1].files) < 0.1 * sum(ref.bytes for ref in manifests[0].files)

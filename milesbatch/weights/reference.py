@@ -1,0 +1,221 @@
+"""The format of weights read with plain numpy: the reference that the fast reader is compared with, and a start for a port.
+
+Imports nothing of milesbatch, and favours plainness over speed: no pieces, no threads, no compiled loops. It checks every
+digest on the way and raises ``ValueError`` for whatever does not fit. It takes the nearest keyframe and every delta after
+it, and knows nothing of retired versions, fenced incarnations or other ways around damage. As a command:
+``python -m milesbatch.weights.reference RUN VERSION``. The page behind it is ``docs/format-weights.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
+
+_WIDTH = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_WIDTH |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_PART_BYTES = 1 << 24
+_SEGMENT = 1 << 23
+
+
+def read_version(run: Path, version: int) -> dict[str, Bytes]:
+    """Raw little-endian bytes of every stored tensor of a policy version, by name.
+
+    Raises:
+        ValueError: something is damaged, or missing; names it.
+    """
+    directory = run / "weights" / f"{version:06d}"
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    keyframe = manifest["keyframe"]
+    if keyframe is not None:
+        files = [entry for entry in manifest["files"] if entry["path"] == keyframe]
+        tensors = _read_files(directory, files)
+    else:
+        before = read_version(run, manifest["parent"])
+        payloads = _read_files(directory, manifest["files"])
+        tensors = {}
+        for entry in manifest["tensors"]:
+            name, width = entry["name"], _WIDTH[entry["dtype"]]
+            payload = b"" if entry["encoding"] == "same" else payloads[name].tobytes()
+            tensors[name] = decode(entry["encoding"], payload, before[name], width)
+    for entry in manifest["tensors"]:
+        _check(_digest(tensors[entry["name"]]) == entry["digest"], f"{directory}: tensor {entry['name']}")
+    return tensors
+
+
+def decode(encoding: str, payload: bytes, old: Bytes, width: int) -> Bytes:
+    """New bytes of one tensor of ``width`` bytes an element.
+
+    Raises:
+        ValueError: the payload does not fit.
+    """
+    if encoding == "same":
+        return old.copy()
+    if encoding == "raw":
+        _check(len(payload) == old.size, "size of a raw payload")
+        return np.frombuffer(payload, np.uint8).copy()
+    if encoding == "raw-zstd":
+        return np.concatenate([np.empty(0, np.uint8), *_parts(payload, old.size)])
+    if encoding == "xor-zstd":
+        planes = [part.reshape(width, -1).T.reshape(-1) for part in _parts(payload, old.size)]
+        return np.concatenate([np.empty(0, np.uint8), *planes]) ^ old
+    if encoding == "steps-zstd":
+        return _decode_steps(payload, old, width)
+    raise ValueError(f"unknown encoding {encoding}")
+
+
+# -- steps-zstd -----------------------------------------------------------------------------------------------------------
+
+
+def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
+    elements = old.view(f"<u{width}").copy()
+    layout, num_thresholds = payload[0], payload[1]
+    _check(layout == 1, f"layout {layout}")
+    thresholds = np.frombuffer(payload, "<u4", num_thresholds, 2)
+    reader = _Reader(payload, 2 + 4 * num_thresholds)
+    sign_off = elements.dtype.type((1 << (8 * width - 1)) - 1)
+    begin = 0
+    while begin < elements.size:
+        size = reader.number()
+        _check(0 < size <= min(_SEGMENT, elements.size - begin), f"segment of {size} elements")
+        segment = elements[begin : begin + size]
+        # A class is how many thresholds the old bits without their sign reach.
+        classes = np.searchsorted(thresholds, segment & sign_off, side="right")
+        for number in range(num_thresholds + 1):
+            members = np.flatnonzero(classes == number)
+            count = reader.number()
+            if not count:
+                continue
+            num_exceptions = reader.number()
+            gaps = reader.numbers(count)
+            bits = reader.take((count - num_exceptions + 7) // 8)
+            exception_gaps = reader.numbers(num_exceptions)
+            exceptions = reader.numbers(num_exceptions)
+            ranks = np.cumsum(gaps) + np.arange(count)
+            _check(int(ranks[-1]) < members.size, "a change behind the end of its class")
+            steps = _steps(count, bits, exception_gaps, exceptions)
+            segment[members[ranks]] += steps.astype(elements.dtype)  # modulo 2 to the width
+        begin += size
+    _check(reader.at == len(payload), "bytes behind the end")
+    return elements.view(np.uint8)
+
+
+def _steps(count: int, bits: bytes, exception_gaps: Array, exceptions: Array) -> Array:
+    """New bits minus old bits, for each change; ``exceptions`` are zigzag numbers less 3."""
+    places = np.cumsum(exception_gaps) + np.arange(exceptions.size)
+    _check(not places.size or int(places[-1]) < count, "an exception behind the last change")
+    zigzag = np.empty(count, np.int64)
+    is_exception = np.zeros(count, bool)
+    is_exception[places] = True
+    units = np.unpackbits(np.frombuffer(bits, np.uint8), count=count - exceptions.size, bitorder="little")
+    zigzag[~is_exception] = 1 + units.astype(np.int64)
+    zigzag[is_exception] = exceptions + 3
+    return np.where(zigzag % 2, -(zigzag + 1) // 2, zigzag // 2)
+
+
+class _Reader:
+    """A payload from front to end."""
+
+    def __init__(self, payload: bytes, at: int = 0) -> None:
+        self._payload, self.at = payload, at
+
+    def take(self, size: int) -> bytes:
+        _check(0 <= size <= len(self._payload) - self.at, "it ends too early")
+        self.at += size
+        return self._payload[self.at - size : self.at]
+
+    def number(self) -> int:
+        """LEB128."""
+        number = shift = 0
+        while True:
+            byte = self.take(1)[0]
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return number
+            shift += 7
+            _check(shift < 63, "a number without end")
+
+    def numbers(self, count: int) -> Array:
+        """``count`` numbers as tokens, and the bits that the tokens do not say."""
+        if not count:
+            return np.empty(0, np.int64)
+        stored = self.take(self.number())
+        if len(stored) < count:
+            frame = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+            try:
+                stored = frame.decompress(stored, max_output_size=count)
+            except zstandard.ZstdError as error:
+                raise ValueError(f"zstd: {error}") from error
+        _check(len(stored) == count, "tokens")
+        tokens = np.frombuffer(stored, np.uint8).astype(np.int64)
+        _check(int(tokens.max()) <= 127, "token above 127")
+        # Tokens below 16 are the number itself; then 4 tokens for each power of two from 16 on.
+        exponent = np.where(tokens < 16, 0, 4 + (tokens - 16) // 4)
+        num_bits = np.where(tokens < 16, 0, exponent - 2)
+        total = int(num_bits.sum())
+        bits = np.unpackbits(np.frombuffer(self.take((total + 7) // 8), np.uint8), count=total, bitorder="little")
+        numbers = np.where(tokens < 16, tokens, (4 + tokens % 4) << num_bits)
+        at = 0
+        for place in np.flatnonzero(num_bits):
+            width = int(num_bits[place])
+            numbers[place] += int((bits[at : at + width].astype(np.int64) << np.arange(width)).sum())
+            at += width
+        return numbers
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------
+
+
+def _parts(payload: bytes, size: int) -> Iterator[Bytes]:
+    """Contents of the frames, each of 16 MiB of the tensor but the last."""
+    reader = _Reader(payload)
+    for begin in range(0, size, _PART_BYTES):
+        num = min(_PART_BYTES, size - begin)
+        frame = reader.take(reader.number())
+        try:
+            _check(zstandard.frame_content_size(frame) == num, "size of a part")
+            body = zstandard.ZstdDecompressor().decompress(frame)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"zstd: {error}") from error
+        yield np.frombuffer(body, np.uint8)
+    _check(reader.at == len(payload), "bytes behind the end")
+
+
+def _read_files(directory: Path, files: list[dict[str, Any]]) -> dict[str, Bytes]:
+    """Arrays of safetensors files (https://huggingface.co/docs/safetensors), after the comparison of their digests."""
+    arrays: dict[str, Bytes] = {}
+    for entry in files:
+        data = np.fromfile(directory / entry["path"], np.uint8)
+        _check(data.size == entry["bytes"] and _digest(data) == entry["digest"], f"{directory / entry['path']}")
+        (length,) = struct.unpack("<Q", data[:8].tobytes())
+        header = json.loads(data[8 : 8 + length].tobytes())
+        for name, value in header.items():
+            if name != "__metadata__":
+                begin, end = value["data_offsets"]
+                arrays[name] = data[8 + length + begin : 8 + length + end]
+    return arrays
+
+
+def _digest(data: Bytes) -> str:
+    return "xxh128:" + xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).data)
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"damaged weights: {what}")
+
+
+if __name__ == "__main__":
+    for tensor_name, tensor in sorted(read_version(Path(sys.argv[1]), int(sys.argv[2])).items()):
+        print(f"{_digest(tensor)}  {tensor.size:>12}  {tensor_name}")

@@ -1,0 +1,173 @@
+"""steps-zstd: every bit pattern survives, both readers agree, damage is an error of the named kind."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from milesbatch.errors import CorruptArtefactError
+from milesbatch.weights import reference, steps
+from milesbatch.weights.codec import apply, decode, encode, open_change
+from milesbatch.weights.kernel_choice import kernels
+from milesbatch.weights.kernels_numpy import NumpyKernels
+
+WIDTHS = (1, 2, 4)
+ADVERSARIAL = {
+    1: [0x00, 0x80, 0x7F, 0xFF, 0x7E, 0x01, 0x81, 0x08, 0x88],
+    2: [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x0001, 0x8001, 0x3F80, 0xBF7F, 0x7FFF, 0xFFFF],
+    4: [0x0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFFC0DEAD, 0x1, 0x80000001, 0x3F800000, 0xFFFFFFFF],
+}  # zeros, infinities, quiet and signalling NaN with payload, subnormals, one, the largest
+
+
+def _encode(old: np.ndarray, new: np.ndarray, of: object = None) -> bytes | None:
+    found = steps.encode_steps(old, new, kernels() if of is None else NumpyKernels(), lambda stop: None)
+    return None if found is None else found[0]
+
+
+def _decode(payload: bytes, old: np.ndarray) -> np.ndarray:
+    flat = decode("steps-zstd", payload, old.view(np.uint8), num_bytes=old.nbytes, element_bytes=old.itemsize)
+    return flat.view(old.dtype)
+
+
+@given(st.sampled_from(WIDTHS), st.data())
+@settings(max_examples=200, deadline=None)
+def test_adversarial_bits_survive_in_both_readers(width: int, data: st.DataObject) -> None:
+    patterns = st.sampled_from(ADVERSARIAL[width]) | st.integers(0, 2 ** (8 * width) - 1)
+    count = data.draw(st.integers(1, 150))
+    old = np.array(data.draw(st.lists(patterns, min_size=count, max_size=count)), f"<u{width}")
+    new = np.array(data.draw(st.lists(patterns, min_size=count, max_size=count)), f"<u{width}")
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    new[keep] = old[keep]
+    payload = _encode(old, new)
+    assert payload is not None and payload == _encode(old, new, of=NumpyKernels)
+    assert np.array_equal(_decode(payload, old), new)
+    assert np.array_equal(reference.decode("steps-zstd", payload, old.view(np.uint8), width).view(old.dtype), new)
+
+
+def _update(size: int, deviation: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bits of bfloat16 weights before and after a small update."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal(size, np.float32) * np.float32(0.02)
+    after = weights + rng.standard_normal(size, np.float32) * np.float32(deviation)
+    old, new = ((array.view(np.uint32) >> 16).astype(np.uint16) for array in (weights, after))
+    return old, new
+
+
+@pytest.mark.parametrize("deviation", [0.0, 1e-8, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4096, 300_001])
+def test_updates_of_every_density_survive_in_both_readers(size: int, deviation: float) -> None:
+    old, new = _update(size, deviation, size)
+    payload = _encode(old, new)
+    assert payload is not None
+    assert np.array_equal(_decode(payload, old), new)
+    assert np.array_equal(reference.decode("steps-zstd", payload, old.view(np.uint8), 2).view(np.uint16), new)
+
+
+def test_a_sparse_update_takes_little_more_than_its_entropy_given_the_exponents() -> None:
+    old, new = _update(2_000_000, 2.5e-7, 0)
+    payload = _encode(old, new)
+    assert payload is not None
+    exponents, changed, bits = old >> 7 & 0xFF, old != new, 0.0
+    for exponent in np.unique(exponents):
+        mine = exponents == exponent
+        n, k = mine.sum(), changed[mine].sum()
+        if 0 < k < n:
+            bits -= k * np.log2(k / n) + (n - k) * np.log2(1 - k / n)
+            _, counts = np.unique(new[mine & changed].astype(int) - old[mine & changed], return_counts=True)
+            bits -= (counts * np.log2(counts / k)).sum()
+    assert 0.002 < changed.mean() < 0.03
+    assert 8 * len(payload) < 1.15 * bits
+
+
+def test_other_bits_than_those_of_the_parent_never_pass_for_the_new_version() -> None:
+    old, new = _update(50_000, 1e-6, 1)
+    encoded = encode(old.view(np.uint8), new.view(np.uint8), 2)
+    assert encoded.encoding == "steps-zstd"
+    for place in range(0, 50_000, 997):
+        other = old.copy()
+        other[place] ^= 0x4000  # of another class
+        made = np.empty(other.nbytes, np.uint8)
+        try:
+            change = open_change("steps-zstd", encoded.payload, num_bytes=other.nbytes, element_bytes=2)
+            digest = apply([change], other.view(np.uint8), made, 2)
+        except CorruptArtefactError:
+            continue
+        assert digest != encoded.digest
+
+
+def test_every_truncation_and_ten_thousand_flips_are_found() -> None:
+    """By a named error, or by the digest; and the old tensor is as it was."""
+    old, new = _update(20_000, 1.5e-6, 2)
+    encoded = encode(old.view(np.uint8), new.view(np.uint8), 2)
+    kept = old.copy()
+    rng = np.random.default_rng(3)
+    damaged = [encoded.payload[:length] for length in range(len(encoded.payload))]
+    for _ in range(10_000):
+        flipped = bytearray(encoded.payload)
+        flipped[rng.integers(len(flipped))] ^= 1 << int(rng.integers(8))
+        damaged.append(bytes(flipped))
+    errors = 0
+    for payload in damaged:
+        made = np.empty(old.nbytes, np.uint8)
+        try:
+            change = open_change("steps-zstd", payload, num_bytes=old.nbytes, element_bytes=2)
+            digest = apply([change], old.view(np.uint8), made, 2)
+        except CorruptArtefactError:
+            errors += 1
+        else:
+            if digest == encoded.digest:  # a bit between two lists that nobody reads
+                assert np.array_equal(made.view(np.uint16), new)
+                continue
+            with pytest.raises(ValueError, match="damaged weights"):
+                found = reference.decode("steps-zstd", payload, old.view(np.uint8), 2)
+                reference._check(np.array_equal(found, new.view(np.uint8)), "another tensor")
+    assert errors > len(encoded.payload)
+    assert np.array_equal(old, kept)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\2\0",  # another layout
+        b"\1\x08" + bytes(32),  # too many thresholds
+        b"\1\1\0\0\0\0",  # a threshold of 0
+        b"\1\1\0\0\1\0",  # beyond the magnitudes of 16 bits
+        b"\1\2\5\0\0\0\5\0\0\0",  # not ascending
+        b"\1\0\0",  # a segment without elements
+        b"\1\0\x15\0",  # of more elements than there are
+        b"\1\0\x0a\0",  # a part of the tensor that is no multiple of a piece
+        b"\1\0\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f",  # a count without end
+        b"\1\0\x14\x15",  # more changes than elements
+        b"\1\0\x14\1\2",  # more exceptions than changes
+        b"\1\0\x14\1\0\1\x14\1",  # a position beyond the end
+        b"\1\0\x14\1\0\1\x80\1",  # no token
+        b"\1\0\x14\0\0",  # something behind the end
+    ],
+)
+def test_what_no_encoder_gives_is_refused(payload: bytes) -> None:
+    with pytest.raises(CorruptArtefactError, match="damaged weights payload"):
+        _decode(payload, np.zeros(20, np.uint16))
+
+
+def test_stated_counts_allocate_nothing_beyond_the_tensor() -> None:
+    huge = b"\1\0" + b"\x80\x80\x80\x04" + b"\xff\xff\x3f\xff\xff\x3f\5abcde"
+    elements = np.zeros(1 << 23, np.uint16)
+    with pytest.raises(CorruptArtefactError):
+        _decode(huge, elements)
+
+
+def test_classes_follow_the_magnitudes_that_change_often() -> None:
+    old, new = _update(1_000_000, 1e-6, 4)
+    thresholds = steps.choose_thresholds(old, new, kernels())
+    assert 2 <= thresholds.size <= steps.MAX_CLASSES - 1
+    shares = []
+    for low, high in zip([0, *thresholds], [*thresholds, 1 << 15], strict=True):
+        mine = ((old & 0x7FFF) >= low) & ((old & 0x7FFF) < high)
+        shares.append((old != new)[mine].mean())
+    assert all(low > 1.4 * high for low, high in itertools.pairwise(shares))
+    assert steps.choose_thresholds(old, old, kernels()).size == 0
