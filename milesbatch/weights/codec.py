@@ -28,6 +28,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
+from milesbatch.errors import CorruptArtefactError
 from milesbatch.weights.kernel_choice import kernels
 from milesbatch.weights.kernels import Bytes, Elements
 from milesbatch.weights.payload import Change, Cursor, corrupt, decompress, expect, varint
@@ -143,7 +144,7 @@ def apply(
     Returns the digest of the new bytes, if it is wanted. ``old`` is None only when the first change needs none.
 
     Raises:
-        CorruptArtefactError: a payload is none for these elements; ``new`` is then undefined.
+        PayloadError: a payload is none for these elements; ``new`` is then undefined.
     """
     after = _elements(new, element_bytes)
     before = None if old is None or old is new else _elements(old, element_bytes)
@@ -152,13 +153,27 @@ def apply(
         piece = after[begin : begin + PIECE]
         if before is not None and changes[0].needs_old:
             np.copyto(piece, before[begin : begin + PIECE])
-        for change in changes:
-            change.apply(piece, begin)
+        for place, change in enumerate(changes):
+            try:
+                change.apply(piece, begin)
+            except CorruptArtefactError as error:
+                raise PayloadError(error, place) from error
         if wants_digest:
             hashing.reach(begin + piece.size)
-    for change in changes:
-        change.finish()
+    for place, change in enumerate(changes):
+        try:
+            change.finish()
+        except CorruptArtefactError as error:
+            raise PayloadError(error, place) from error
     return hashing.digest() if wants_digest else None
+
+
+class PayloadError(CorruptArtefactError):
+    """A payload does not fit the elements that it meets; ``place`` says which of the changes it was."""
+
+    def __init__(self, error: CorruptArtefactError, place: int) -> None:
+        super().__init__(error.what, mend=error.mend)
+        self.place = place
 
 
 # -- the simple encodings ---------------------------------------------------------------------------------------------

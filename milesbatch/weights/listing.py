@@ -14,8 +14,9 @@ from milesbatch.errors import CorruptArtefactError, FormatVersionError, Milesbat
 from milesbatch.records import Retirement, WeightsManifest
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
-from milesbatch.weights.reader import Step, committed_versions, delta_refs, is_retired, keyframe_ref, read_manifest
-from milesbatch.weights.rebuild import apply_step, check_tensor, check_tensors
+from milesbatch.weights.folding import DigestError, fold
+from milesbatch.weights.reader import committed_versions, delta_refs, is_retired, keyframe_ref, read_manifest
+from milesbatch.weights.rebuild import check_tensor, check_tensors, check_weights_digest, read_keyframe, read_link
 from milesbatch.weights.tensorfile import stream_tensors
 from milesbatch.weights.tensors import RawTensor
 
@@ -126,14 +127,13 @@ class _Walk:
             if manifest.keyframe is None:
                 self._add("chain", f"version {manifest.version} cannot be rebuilt: version {manifest.parent} cannot")
             return None
-        step = Step(manifest.version, "delta")
-        return self._check("file", step, held.tensors)
+        return self._apply_delta(held.tensors)
 
     def by_keyframe(self, held: _Held | None) -> _Held | None:
         """Check the full copy; held in memory only when the delta gave nothing."""
         manifest = self._manifest
         if held is None:
-            return self._check("file", Step(manifest.version, "keyframe"), {})
+            return self._hold_keyframe()
         ref = keyframe_ref(manifest)
         assert ref is not None
         directory = self._layout.weights_version(manifest.version)
@@ -150,15 +150,29 @@ class _Walk:
                 self._add("digest", f"{directory / ref.path} lacks tensors: {', '.join(sorted(entries)[:5])}")
         return held
 
-    def _check(self, kind: str, step: Step, before: Mapping[str, RawTensor]) -> _Held | None:
+    def _apply_delta(self, before: Mapping[str, RawTensor]) -> _Held | None:
         try:
-            tensors = apply_step(self._layout, self._manifest, step, before)
-            kind = "digest"
-            check_tensors(self._layout, self._manifest, tensors)
+            tensors = fold([read_link(self._layout, self._manifest)], before, owned=False)
+            check_weights_digest(self._layout, self._manifest)
+        except DigestError as error:
+            self._add("digest", error.what)
         except MilesbatchError as error:
-            self._add(kind, error.what)
-            return None
-        return _Held(self._manifest.version, tensors)
+            self._add("file", error.what)
+        else:
+            return _Held(self._manifest.version, tensors)
+        return None
+
+    def _hold_keyframe(self) -> _Held | None:
+        try:
+            tensors = read_keyframe(self._layout, self._manifest)
+            check_tensors(self._layout, self._manifest, tensors)
+        except DigestError as error:
+            self._add("digest", error.what)
+        except MilesbatchError as error:
+            self._add("file", error.what)
+        else:
+            return _Held(self._manifest.version, tensors)
+        return None
 
     def _check_files(self) -> None:
         directory = self._layout.weights_version(self._manifest.version)

@@ -8,15 +8,15 @@ only when none is left it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.records import TensorEntry, WeightsManifest
 from milesbatch.store.layout import RunLayout
-from milesbatch.weights.codec import decode
 from milesbatch.weights.digest import entries_digest
+from milesbatch.weights.folding import DigestError, Link, LinkError, fold, in_threads
 from milesbatch.weights.reader import (
     AcceptManifest,
     Plan,
@@ -31,7 +31,10 @@ from milesbatch.weights.reader import (
     retired_error,
 )
 from milesbatch.weights.tensorfile import read_tensors
-from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
+from milesbatch.weights.tensors import RawTensor
+
+_FOLD_BYTES = 1 << 28
+"""Payload of consecutive deltas that is held in memory to be applied in one pass."""
 
 _MEND = "run `milesbatch weights verify` on the run"
 
@@ -48,69 +51,56 @@ class Copy:
         return self.manifest.version
 
 
-def apply_step(
-    layout: RunLayout, manifest: WeightsManifest, step: Step, before: Mapping[str, RawTensor]
-) -> dict[str, RawTensor]:
-    """Tensors after one step. File digests are checked here, tensor digests by :func:`check_tensors`.
-
-    Unchanged tensors share memory with ``before``; all others are new arrays.
+def read_keyframe(layout: RunLayout, manifest: WeightsManifest) -> dict[str, RawTensor]:
+    """All tensors of a full copy, in memory of their own; tensor digests are not compared yet.
 
     Raises:
-        CorruptArtefactError: a file is damaged, or its content does not fit the manifest or ``before``.
+        CorruptArtefactError: the file is damaged.
+    """
+    ref = keyframe_ref(manifest)
+    assert ref is not None, "a plan takes keyframes only where there is one"
+    return read_tensors(layout.weights_version(manifest.version) / ref.path, ref)
+
+
+def read_link(layout: RunLayout, manifest: WeightsManifest) -> Link:
+    """A version's delta, in memory, after the digests of its files were compared.
+
+    Raises:
+        CorruptArtefactError: a file is damaged.
     """
     directory = layout.weights_version(manifest.version)
-    if step.kind == "keyframe":
-        ref = keyframe_ref(manifest)
-        assert ref is not None, "a plan takes keyframes only where there is one"
-        return read_tensors(directory / ref.path, ref)
     payloads = {ref.path: read_tensors(directory / ref.path, ref) for ref in delta_refs(manifest)}
-    return {entry.name: _apply(directory, entry, payloads, before) for entry in manifest.tensors}
-
-
-def _apply(
-    directory: Path,
-    entry: TensorEntry,
-    payloads: Mapping[str, Mapping[str, RawTensor]],
-    before: Mapping[str, RawTensor],
-) -> RawTensor:
-    old = before.get(entry.name)
-    if old is None or (old.dtype, old.shape) != (entry.dtype, entry.shape):
-        found = "no such tensor" if old is None else f"{old.dtype} {old.shape}"
-        raise CorruptArtefactError(
-            f"{directory}: tensor {entry.name} is {entry.dtype} {entry.shape}, its parent version has {found}",
-            mend=_MEND,
-        )
-    if entry.encoding == "same":
-        return old
-    payload = payloads.get(entry.file or "", {}).get(entry.name)
-    if payload is None:
-        raise CorruptArtefactError(f"{directory / (entry.file or '')} lacks tensor {entry.name}", mend=_MEND)
-    size, width = num_bytes(entry.dtype, entry.shape), element_bytes(entry.dtype)
-    try:
-        data = decode(entry.encoding, payload.data, old.data, num_bytes=size, element_bytes=width)
-    except CorruptArtefactError as error:
-        raise CorruptArtefactError(f"{directory}: tensor {entry.name}: {error.what}", mend=error.mend) from error
-    return RawTensor(entry.dtype, entry.shape, data)
+    return Link(manifest, directory, payloads)
 
 
 def check_tensors(layout: RunLayout, manifest: WeightsManifest, tensors: Mapping[str, RawTensor]) -> None:
     """Compare every tensor, and the weights digest, with the manifest.
 
     Raises:
-        CorruptArtefactError: names the version, the first tensor that differs, and both digests.
+        DigestError: names the version, the first tensor that differs, and both digests.
     """
     path = layout.weights_manifest(manifest.version)
     if set(tensors) != {entry.name for entry in manifest.tensors}:
         odd = sorted(set(tensors) ^ {entry.name for entry in manifest.tensors})
-        raise CorruptArtefactError(f"{path} and its payload name different tensors: {', '.join(odd[:5])}", mend=_MEND)
-    for entry in manifest.tensors:
-        check_tensor(path, entry, tensors[entry.name])
+        raise DigestError(f"{path} and its payload name different tensors: {', '.join(odd[:5])}", mend=_MEND)
+    size = sum(tensor.data.size for tensor in tensors.values())
+    in_threads(lambda entry: check_tensor(path, entry, tensors[entry.name]), manifest.tensors, num_bytes=size)
+    check_weights_digest(layout, manifest)
+
+
+def check_weights_digest(layout: RunLayout, manifest: WeightsManifest) -> None:
+    """Compare a manifest's weights digest with what its tensors' digests amount to.
+
+    Raises:
+        DigestError: it states another one; names both.
+    """
+    path = layout.weights_manifest(manifest.version)
     try:
         found = entries_digest(manifest.tensors)
     except ValueError as error:
-        raise CorruptArtefactError(f"{path}: {error}", mend=_MEND) from error
+        raise DigestError(f"{path}: {error}", mend=_MEND) from error
     if found != manifest.weights_digest:
-        raise CorruptArtefactError(
+        raise DigestError(
             f"{path}: its tensors have weights digest {found}, it states {manifest.weights_digest}", mend=_MEND
         )
 
@@ -119,11 +109,11 @@ def check_tensor(path: Path, entry: TensorEntry, tensor: RawTensor) -> None:
     """Compare one tensor with its entry in the manifest ``path``.
 
     Raises:
-        CorruptArtefactError: it is another one; names both.
+        DigestError: it is another one; names both.
     """
     found = (tensor.dtype, tensor.shape, tensor.digest)
     if found != (entry.dtype, entry.shape, entry.digest):
-        raise CorruptArtefactError(
+        raise DigestError(
             f"{path}: tensor {entry.name} should be {entry.dtype} {entry.shape} {entry.digest}, "
             f"found {found[0]} {found[1]} {found[2]}",
             mend=_MEND,
@@ -150,22 +140,65 @@ def rebuild(layout: RunLayout, version: int, *, local: Copy | None = None, accep
         )
     unusable: set[Step] = set()
     while (plan := _plan(manifests, version, local, unusable)) is not None:
-        tensors: Mapping[str, RawTensor] = {} if local is None else local.tensors
-        culprit: Step | None = None
         try:
-            for culprit in plan.steps:
-                tensors = apply_step(layout, manifests.get(culprit.version), culprit, tensors)
-            # All files were as committed, so the start is in doubt: the keyframe, or else the local copy.
-            culprit = plan.keyframe
-            check_tensors(layout, target, tensors)
-            return Copy(target, tensors)
-        except CorruptArtefactError as error:
-            manifests.damage.append(error)
-        if culprit is None:
-            local = None
-        else:
-            unusable.add(culprit)
+            return Copy(target, _follow(layout, manifests, plan, {} if local is None else local.tensors))
+        except _StepError as error:
+            manifests.damage.append(error.cause)
+            if error.culprit is None:
+                local = None
+            else:
+                unusable.add(error.culprit)
     raise manifests.no_way(version)
+
+
+class _StepError(Exception):
+    """A way led to something wrong; without a culprit, the local copy is in doubt."""
+
+    def __init__(self, cause: CorruptArtefactError, culprit: Step | None) -> None:
+        super().__init__(cause.what)
+        self.cause, self.culprit = cause, culprit
+
+
+def _follow(
+    layout: RunLayout, manifests: _Manifests, plan: Plan, tensors: Mapping[str, RawTensor]
+) -> Mapping[str, RawTensor]:
+    """Proven tensors at the end of a plan that begins with a keyframe or goes on from ``tensors``."""
+    culprit, deltas = plan.keyframe, plan.steps
+    try:
+        if culprit is not None:
+            tensors, deltas = read_keyframe(layout, manifests.get(culprit.version)), deltas[1:]
+        last = None
+        for group in _groups(deltas, manifests):
+            links = []
+            for culprit in group:
+                links.append(read_link(layout, manifests.get(culprit.version)))
+            # All files are as committed: if something is wrong from here on, the start is in doubt.
+            culprit, last = plan.keyframe, links[-1].manifest
+            tensors = fold(links, tensors, owned=plan.keyframe is not None)
+        if last is None:
+            check_tensors(layout, manifests.target, tensors)
+        else:
+            check_weights_digest(layout, last)
+    except LinkError as error:
+        raise _StepError(error, Step(error.version, "delta")) from error
+    except CorruptArtefactError as error:
+        raise _StepError(error, culprit) from error
+    return tensors
+
+
+def _groups(deltas: Sequence[Step], manifests: _Manifests) -> Iterator[list[Step]]:
+    """Deltas that are held in memory together: as many as :data:`_FOLD_BYTES` allow, at least one."""
+    group: list[Step] = []
+    size = 0
+    for step in deltas:
+        num_bytes = sum(ref.bytes for ref in delta_refs(manifests.get(step.version)))
+        if group and size + num_bytes > _FOLD_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(step)
+        size += num_bytes
+    if group:
+        yield group
 
 
 def _plan(manifests: _Manifests, version: int, local: Copy | None, unusable: set[Step]) -> Plan | None:
@@ -197,6 +230,10 @@ class _Manifests:
                 self.damage.append(RetiredError(f"policy version {version} was retired"))
             self._known[version] = manifest
         return self._known[version]
+
+    @property
+    def target(self) -> WeightsManifest:
+        return self.get(self._target)
 
     def get(self, version: int) -> WeightsManifest:
         manifest = self._known[version]

@@ -12,6 +12,7 @@ import torch
 from milesbatch.errors import CorruptArtefactError, FormatVersionError, StorageError
 from milesbatch.records import FileRef, TensorEntry, WeightsManifest
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights import folding
 from milesbatch.weights import rebuild as rebuild_module
 from milesbatch.weights.follower import Follower, VerifiedWeights
 from milesbatch.weights.publisher import Publisher
@@ -24,15 +25,16 @@ Damage = Callable[[int, str], Path]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records each step that is applied, as ``k3`` or ``d4``."""
+    """Records each step that is read, as ``k3`` or ``d4``."""
     taken: list[str] = []
-    apply_step = rebuild_module.apply_step
+    for letter, name in (("k", "read_keyframe"), ("d", "read_link")):
+        read = getattr(rebuild_module, name)
 
-    def record(layout: RunLayout, manifest: WeightsManifest, step: Step, before: object) -> object:
-        taken.append(f"{step.kind[0]}{step.version}")
-        return apply_step(layout, manifest, step, before)  # type: ignore[arg-type]
+        def record(layout: RunLayout, manifest: WeightsManifest, letter: str = letter, read: object = read) -> object:
+            taken.append(f"{letter}{manifest.version}")
+            return read(layout, manifest)  # type: ignore[operator]
 
-    monkeypatch.setattr(rebuild_module, "apply_step", record)
+        monkeypatch.setattr(rebuild_module, name, record)
     return taken
 
 
@@ -66,6 +68,41 @@ def test_one_that_keeps_up_reads_only_deltas(
 def test_a_new_one_jumps_to_the_newest_keyframe(layout: RunLayout, chain: Publisher, steps: list[str]) -> None:
     Follower(layout).advance_to(5)
     assert steps == ["k3", "d4", "d5"]
+
+
+def test_one_that_starts_late_in_a_long_run_reads_one_keyframe_and_the_deltas_after_it(
+    layout: RunLayout, steps: list[str]
+) -> None:
+    publisher = Publisher(layout, 1, keyframe_every=50, before_commit=lambda: None)
+    weights = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for version in range(501):
+        weights[version % 7 :: 97] += 2.0 ** -(version % 11)
+        publisher.publish(version, [("w", weights)], {})
+    for version, keyframe in ((500, 500), (499, 450), (451, 450)):
+        steps.clear()
+        assert Follower(layout).advance_to(version).version == version
+        assert steps == [f"k{keyframe}", *(f"d{number}" for number in range(keyframe + 1, version + 1))]
+
+
+def test_a_chain_that_is_too_large_to_be_held_is_applied_in_parts(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebuild_module, "_FOLD_BYTES", 1)
+    follower = Follower(layout)
+    first = follower.advance_to(1)
+    assert_is(follower.advance_to(2), 2, version_tensors)
+    assert_is(follower.advance_to(5), 5, version_tensors)
+    assert_is(first, 1, version_tensors)
+
+
+def test_threads_give_what_one_thread_gives(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(folding.os, "sched_getaffinity", lambda pid: range(5))
+    follower = Follower(layout)
+    for version in (1, 2, 5):
+        assert_is(follower.advance_to(version), version, version_tensors)
 
 
 def test_earlier_results_stay_as_they_were(layout: RunLayout, chain: Publisher, version_tensors: Make) -> None:
