@@ -89,6 +89,10 @@ class StoppedToContinue(MilesbatchError):
     exit_code = EXIT_TEMPFAIL
 
 
+class BroadcastError(MilesbatchError):
+    """Weights could not be sent or received in time; the version's files are there all the same, and are used instead."""
+
+
 class SlurmError(MilesbatchError):
     """A Slurm command failed, or Slurm does not answer; says the command and what it printed."""
 

@@ -43,6 +43,11 @@ class RoleContext:
     def name(self) -> str:
         return f"{self.role}-{self.index}"
 
+    @property
+    def process(self) -> str:
+        """Name and attempt: another start is another process."""
+        return f"{self.name}.{self.attempt}"
+
     def to_environment(self) -> dict[str, str]:
         return {_PREFIX + field.upper(): str(getattr(self, field)) for field in self.__dataclass_fields__}
 

@@ -6,12 +6,13 @@ restarted tells again what it recorded and published. Everything here runs in th
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from milesbatch.controller.broadcasts import Broadcasts
+from milesbatch.controller.change import Change
 from milesbatch.controller.regeneration import Regeneration
 from milesbatch.decisions.batching import BatchRule, choose_batch, missing_groups
 from milesbatch.decisions.fates import FateTable
@@ -93,7 +94,8 @@ class Hub:
         """How many heartbeats said that their process was warned of its end."""
         self.is_finished = False
         self._rendezvous: tuple[int, str] | None = None
-        self._changed = asyncio.Event()
+        self.broadcasts = Broadcasts()
+        self._change = Change()
 
     # -- state from disk --------------------------------------------------------------------------------------------
 
@@ -150,6 +152,7 @@ class Hub:
         self._losses[name] = self._losses.get(name, 0) + 1
         blocks = self._leases.end_worker(name)
         self._regeneration.end_worker(name)
+        self.broadcasts.forget(name)
         self._wake()
         return blocks
 
@@ -301,6 +304,12 @@ class Hub:
         versions = tuple(sorted(self.unreachable))
         return wire.UnreachableVersions(versions=versions, recorded=self.last_step, published=self.published)
 
+    def broadcast_members(self, request: wire.BroadcastMembersRequest) -> wire.BroadcastMembers:
+        """Who can take a version by broadcast. One that was published before is in use, or will be read from its files."""
+        if request.version <= self.published or self.is_stopping:
+            return wire.BroadcastMembers(processes=())
+        return self.broadcasts.members()
+
     def finish(self) -> None:
         self.is_finished = True
         self._wake()
@@ -376,16 +385,8 @@ class Hub:
 
     def _wake(self) -> None:
         """Everybody who waits looks again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._change.tell()
 
     async def _wait_for_change(self, deadline_s: float) -> bool:
         """False when the deadline passed first."""
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            return False
-        try:
-            await asyncio.wait_for(self._changed.wait(), remaining_s)
-        except TimeoutError:
-            return False
-        return True
+        return await self._change.wait(deadline_s)

@@ -100,6 +100,19 @@ class ControllerServer:
             hub.finish()
             return self._told(message)
 
+        async def broadcast_members(message: wire.BroadcastMembersRequest) -> wire.Message:
+            return hub.broadcast_members(message)
+
+        async def broadcast_begin(message: wire.BroadcastBegin) -> wire.Message:
+            return hub.broadcasts.begin(message)
+
+        async def broadcast_end(message: wire.BroadcastEnd) -> wire.Message:
+            hub.broadcasts.end(message)
+            return wire.Ok()
+
+        async def broadcast_question(message: wire.BroadcastQuestion) -> wire.Message:
+            return hub.broadcasts.question(message)
+
         return Starlette(
             routes=[
                 self._route("heartbeat", wire.Heartbeat, heartbeat),
@@ -116,6 +129,11 @@ class ControllerServer:
                 self._route("unreachable", wire.Unreachable, hub.report_unreachable),
                 self._route("to-publish-again", wire.UnreachableRequest, to_publish_again),
                 self._route("rendezvous", wire.Rendezvous, hub.rendezvous),
+                self._route("broadcast-poll", wire.BroadcastPoll, hub.broadcasts.poll),
+                self._route("broadcast-members", wire.BroadcastMembersRequest, broadcast_members),
+                self._route("broadcast-begin", wire.BroadcastBegin, broadcast_begin),
+                self._route("broadcast-end", wire.BroadcastEnd, broadcast_end),
+                self._route("broadcast-question", wire.BroadcastQuestion, broadcast_question),
                 Route("/v1/status", self._status, methods=["GET"]),
             ]
         )

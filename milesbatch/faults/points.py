@@ -24,6 +24,10 @@ POINTS: dict[str, str] = {
     "rollout.written": "the trajectory file is committed; the controller was not told",
     "rollout.committed": "the controller was told of the trajectory file",
     "rollout.saved": "unfinished episodes of a block are saved; earlier files of the block are still there",
+    "broadcast.sending": "a bucket of a broadcast is about to be sent (trainer rank 0)",
+    "broadcast.receiving": "a bucket of a broadcast was received; nothing of it is in use",
+    "broadcast.received": "a broadcast version is proven and kept; the trainer was not told",
+    "evaluation.generated": "all answers of an evaluation are generated; nothing was written",
     "wire.send": "a role is about to send a message to the controller",
 }
 

@@ -26,8 +26,26 @@ class Weights(Section):
         description="Policy versions from one full copy to the next, with deltas between. 1 writes only full copies; large"
         " values make a worker that starts late apply many deltas.",
     )
-    transport: Literal["delta"] = Field(
-        "delta", description="How a version travels: `delta` writes differences as files in the run directory."
+    transport: Literal["delta", "broadcast", "both"] = Field(
+        "delta",
+        description="How a version travels: `delta` as files in the run directory, which workers read; `broadcast` from the"
+        " trainer's memory over the network, while the files, which are written all the same, serve whoever was not there or"
+        " failed; `both` as `broadcast`, and each worker also builds the version from the files and compares every bit (for"
+        " tests and diagnosis). All give the same weights.",
+    )
+    broadcast_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds that the broadcast of one version may take; a quarter of it may pass until all workers are there."
+        " This is what a worker that hangs can cost the others once. Shorter than the bytes need on the network, no version is"
+        " ever broadcast and all are read from files.",
+    )
+    broadcast_bucket_bytes: int = Field(
+        64 * 2**20,
+        ge=4096,
+        description="Bytes that a broadcast sends at once: several small tensors, or a part of a large one. It is the memory"
+        " that the trainer needs besides; small values send slowly.",
     )
     retire: bool = Field(
         True,

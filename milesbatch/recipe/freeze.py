@@ -28,6 +28,9 @@ MAY_CHANGE: Final = (
     "weights.retire",
     "environment.max_failed_share",
     "environment.failed_window",
+    "weights.transport",
+    "weights.broadcast_timeout_s",
+    "weights.broadcast_bucket_bytes",
 )
 """Fields that a continued run may change; a name that ends with a dot stands for its whole section."""
 

@@ -98,6 +98,7 @@ class StatusReader:
             "rewards": [event["metrics"]["reward_mean"] for event in recent],
             "disk_free_bytes": _disk_free(layout),
             "disk_bytes": disk.to_json() if disk else None,
+            "broadcast": _broadcast(figures),
             "cause": condition.cause,
             "failure": condition.failure.to_json() if condition.failure else None,
             "waiting_for": live.get("waiting_for"),
@@ -187,6 +188,14 @@ def _restart(record: IncarnationRecord) -> dict[str, Any]:
         "job_id": record.job_id,
         "host": record.host,
     }
+
+
+def _broadcast(figures: dict[str, Any]) -> dict[str, Any] | None:
+    """What the last step tells of the last broadcast of weights; None when there was none, or when it failed."""
+    names = {"receivers": "broadcast_receivers", "bytes": "broadcast_bytes", "groups": "broadcast_groups"}
+    if "broadcast_s" not in figures:
+        return None
+    return {"seconds": figures["broadcast_s"], **{name: int(figures[key]) for name, key in names.items()}}
 
 
 def _last_step(layout: RunLayout, known: int) -> int:

@@ -27,7 +27,7 @@ from milesbatch.errors import DataError, StoppedToContinue
 from milesbatch.faults.points import point
 from milesbatch.rollout.episodes import Episode, EpisodeRunner, Recorder
 from milesbatch.rollout.open_lease import OpenLease, submit
-from milesbatch.rollout.reaching import WeightsReach
+from milesbatch.rollout.reaching import reach_of
 from milesbatch.rollout.unfinished import UnfinishedEpisodes
 from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.events import EventLog
@@ -70,7 +70,7 @@ class WorkerLoop:
         self._engine = engine
         self._runner = runner
         self._is_bitwise = run.recipe.determinism == "bitwise"
-        self._reach = WeightsReach(follower, controller, pulse, events, is_bitwise=self._is_bitwise)
+        self._reach = reach_of(run.recipe, follower, controller, pulse, events)
         self._controller = controller
         self._pulse = pulse
         self._events = events
@@ -165,7 +165,7 @@ class WorkerLoop:
 
     def _follow_newest(self) -> None:
         newest = self._pulse.published
-        if not self._is_bitwise and newest > self._engine.policy_version:
+        if not self._is_bitwise and newest > self._engine.policy_version and self._reach.is_near(newest):
             self._activate(newest)
 
     def _activate(self, version: int) -> None:
@@ -181,7 +181,11 @@ class WorkerLoop:
         point("rollout.activated")
         self._pulse.moved()
         self._events.write(
-            "weights_activated", version=version, prepared_s=round(prepared_s, 4), paused_s=round(paused_s, 4)
+            "weights_activated",
+            version=version,
+            source=self._reach.source,
+            prepared_s=round(prepared_s, 4),
+            paused_s=round(paused_s, 4),
         )
 
     # -- results ----------------------------------------------------------------------------------------------------

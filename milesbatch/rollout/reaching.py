@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from milesbatch.errors import CorruptArtefactError, StoppedToContinue
+from milesbatch.errors import CorruptArtefactError, RunFailedError, StoppedToContinue
+from milesbatch.recipe.models import Recipe
+from milesbatch.rollout.receiving import Receiver
 from milesbatch.store.events import EventLog
 from milesbatch.store.run import OpenRun
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.follower import Follower, VerifiedWeights
+from milesbatch.weights.rebuild import Copy
 from milesbatch.wire.client import Controller, Pulse
 
 _TRIES = 5
@@ -33,12 +36,46 @@ def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None]) -
     return Follower(run.layout, accept=Seals(incarnations).accept_weights, sight=sight)
 
 
+def reach_of(
+    recipe: Recipe, follower: Follower, controller: Controller, pulse: Pulse, events: EventLog
+) -> WeightsReach:
+    """The way that the recipe asks for; with broadcasts the worker is ready for them from now on."""
+    is_bitwise, transport = recipe.determinism == "bitwise", recipe.weights.transport
+    receiver = None
+    if transport != "delta":
+        in_use = recipe.rollout.staleness + 1 if is_bitwise else 1
+        receiver = Receiver(follower.layout, follower.published_manifest, controller, pulse, events, in_use)
+        receiver.start()
+    return WeightsReach(
+        follower,
+        controller,
+        pulse,
+        events,
+        is_bitwise=is_bitwise,
+        receiver=receiver,
+        compares=transport == "both",
+    )
+
+
 class WeightsReach:
     """One worker's way to the versions that it needs."""
 
     def __init__(
-        self, follower: Follower, controller: Controller, pulse: Pulse, events: EventLog, *, is_bitwise: bool
+        self,
+        follower: Follower,
+        controller: Controller,
+        pulse: Pulse,
+        events: EventLog,
+        *,
+        is_bitwise: bool,
+        receiver: Receiver | None = None,
+        compares: bool = False,
     ) -> None:
+        """With a ``receiver`` versions come by broadcast where they can; ``compares``: each is also built from its files."""
+        self._receiver = receiver
+        self._compares = compares
+        self.source = "files"
+        """Whence the last version came: ``files`` or ``broadcast``."""
         self._follower = follower
         self._controller = controller
         self._pulse = pulse
@@ -61,12 +98,25 @@ class WeightsReach:
         while True:
             wanted = version if self._is_bitwise else max(version, self._pulse.published)
             try:
-                return self._follower.advance_to(wanted)
+                return self._advance_to(wanted)
             except CorruptArtefactError as error:
                 tries += 1
                 if tries > _TRIES:
                     raise
                 self._await_mend(wanted, error.what)
+
+    def is_near(self, version: int) -> bool:
+        """Would :meth:`reach` give ``version`` without waiting for a broadcast?"""
+        return self._receiver is None or not self._receiver.is_coming(version)
+
+    def _advance_to(self, version: int) -> VerifiedWeights:
+        copy = None if self._receiver is None else self._receiver.take(version)
+        self.source = "files" if copy is None else "broadcast"
+        if copy is None:
+            return self._follower.advance_to(version)
+        if self._compares:
+            _compare(copy, self._follower.advance_to(version).copy)
+        return self._follower.adopt(copy)
 
     def _await_mend(self, version: int, what: str) -> None:
         print(f"policy version {version} is damaged, waiting for another: {what}", file=sys.stderr, flush=True)
@@ -81,3 +131,19 @@ class WeightsReach:
         if self._pulse.should_stop:
             raise StoppedToContinue("stopped while damaged weights were published again")
         return True
+
+
+def _compare(received: Copy, built: Copy) -> None:
+    """Both were proven by digests; with ``weights.transport: both`` the bits themselves are compared, too.
+
+    Raises:
+        RunFailedError: they differ; names the tensor.
+    """
+    for name, tensor in built.tensors.items():
+        other = received.tensors[name]
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or tensor.memory != other.memory:
+            raise RunFailedError(
+                f"policy version {built.version}: tensor {name} came otherwise by broadcast than from the files, and both have"
+                " the published digest",
+                mend="report it with the run directory; weights.transport: delta uses files only",
+            )

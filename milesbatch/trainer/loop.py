@@ -36,6 +36,7 @@ from milesbatch.store.settle import settle
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
+from milesbatch.trainer.broadcasting import Broadcasting
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
@@ -80,9 +81,13 @@ class TrainerLoop:
         self._fates = FateTable()
         self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
         self._sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, self._tell_unseen)
+        broadcasting = None
+        if self._is_first and run.recipe.weights.transport != "delta":
+            broadcasting = Broadcasting(context, run.recipe, controller, pulse, events)
         self._publishing = Publishing(
-            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight
-        )
+            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight, self._tell_unusual,
+            broadcasting,
+        )  # fmt: skip
         self._retiring = Retiring(run.layout, run.recipe, self.fence)
         self._checkpointed = -1
         self._save_began_s = 0.0
@@ -101,6 +106,7 @@ class TrainerLoop:
             step += 1
             self._train(record, checkpointer, is_replay=step <= resume.plan.last_batch, began_s=began_s)
             self._maybe_checkpoint(checkpointer, step)
+        self._publishing.close()
         self._last_checkpoint(checkpointer, step)
         self._pulse.state = "waiting"  # for what runs in the background: no hang, however long it takes
         try:
@@ -159,7 +165,7 @@ class TrainerLoop:
             self._checkpointed = plan.checkpoint_step
             self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
         else:
-            self._publishing.publish(0)
+            self._publishing.publish(0, moved=False)
         self._tell_published()
         point("trainer.loaded")
 
@@ -227,7 +233,8 @@ class TrainerLoop:
         trained_s = time.monotonic()
         self._pulse.moved()
         point("trainer.trained")
-        published = self._publishing.publish(record.step)
+        moved = metrics.grad_norm > 0 and metrics.learning_rate > 0
+        published = self._publishing.publish(record.step, moved=moved)
         self._pulse.policy_version = record.step
         point("trainer.published")
         if self._is_first:

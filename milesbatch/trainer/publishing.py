@@ -8,7 +8,7 @@ keeps the published version as what the rollouts used, and notes the step in eve
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -21,6 +21,8 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.patience import Patience
 from milesbatch.store.sight import Sight
 from milesbatch.store.survey import Seals, read_incarnations
+from milesbatch.trainer.broadcasting import Broadcasting
+from milesbatch.trainer.density import DensityWatch
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.reader import RetiredError, read_manifest
 
@@ -37,7 +39,12 @@ class Publishing:
         is_first: bool,
         patience: Patience,
         sight: Sight,
+        warn: Callable[[int, str], None],
+        broadcasting: Broadcasting | None = None,
     ) -> None:
+        """``warn`` is told the version and what is unusual about it; ``broadcasting``: of rank 0, where the recipe wants it."""
+        self._warn, self._density = warn, DensityWatch()
+        self._broadcasting = broadcasting
         self._layout = layout
         self._recipe = recipe
         self._backend = backend
@@ -91,13 +98,15 @@ class Publishing:
                 )
             self._publisher.republish()
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Make the backend's weights policy ``version`` (all ranks); figures on rank 0.
+    def publish(self, version: int, *, moved: bool) -> dict[str, float]:
+        """Make the backend's weights policy ``version`` (all ranks); figures on rank 0. ``moved``: the optimizer's step was not
+        zero, so that some weights should have changed.
 
         Raises:
             DivergenceError: the version was published before with other weights, and the recipe says ``stop``.
             FencedError, StorageError: nothing was committed.
         """
+        sent = {} if self._broadcasting is None else self._broadcasting.finish()  # it reads what the publisher replaces
         began_s = time.monotonic()
         named = self._backend.named_weights(self._dtype)
         if self._publisher is None:
@@ -113,7 +122,17 @@ class Publishing:
             manifest = self._adopt(version)
             self.divergences.append(version)
         self.version, self.weights_digest = version, manifest.weights_digest
-        return _figures(manifest, time.monotonic() - began_s)
+        figures = _figures(manifest, time.monotonic() - began_s)
+        if (unusual := self._density.look(manifest, moved=moved)) is not None:
+            self._warn(version, unusual)
+        if self._broadcasting is not None and self._publisher.snapshot_version == version:
+            self._broadcasting.begin(manifest, self._publisher.snapshot_tensors)
+        return {**figures, **sent}
+
+    def close(self) -> None:
+        """Nothing more is published."""
+        if self._broadcasting is not None:
+            self._broadcasting.close()
 
     def _adopt(self, version: int) -> WeightsManifest:
         """The rollouts keep what was published. When its files were retired, the next new version becomes a keyframe."""

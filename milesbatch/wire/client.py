@@ -42,7 +42,7 @@ class Controller:
             headers={
                 "x-milesbatch-token": context.token,
                 "x-milesbatch-incarnation": str(context.incarnation),
-                "x-milesbatch-process": f"{context.name}.{context.attempt}",
+                "x-milesbatch-process": context.process,
             },
             timeout=httpx.Timeout(_WAIT_S * 6, connect=_WAIT_S),
             limits=httpx.Limits(keepalive_expiry=_KEEP_S),
@@ -104,6 +104,16 @@ class Controller:
         """Say that a policy version cannot be rebuilt (``what`` empty: ask again); True while it is not mended."""
         request = wire.Unreachable(name=self._context.name, version=version, what=what, wait_s=_WAIT_S)
         return self.ask("unreachable", request, wire.UnreachableAnswer).pending
+
+    def next_broadcast(self, after: int) -> wire.BroadcastCall:
+        """Be ready for a broadcast of weights; waits a while for one."""
+        request = wire.BroadcastPoll(process=self._context.process, after=after, wait_s=_WAIT_S)
+        return self.ask("broadcast-poll", request, wire.BroadcastCall)
+
+    def is_coming(self, version: int) -> wire.BroadcastAnswer:
+        """Is ``version`` on its way to this process by broadcast?"""
+        question = wire.BroadcastQuestion(process=self._context.process, version=version)
+        return self.ask("broadcast-question", question, wire.BroadcastAnswer)
 
     def tell(self, path: str, message: wire.Message) -> None:
         self.ask(path, message, wire.Ok)

@@ -208,6 +208,80 @@ class RendezvousAnswer(Message):
     address: str | None
 
 
+class BroadcastPoll(Message):
+    """A worker says that it can take part in a broadcast of weights, and asks for the next one."""
+
+    process: str
+    """``NAME.ATTEMPT``: a new start is another member."""
+    after: int
+    """The last round that it has heard of; -1: none."""
+    wait_s: float
+
+
+class BroadcastCall(Message):
+    """Take part in this round; or nothing for now (``round`` -1): ask again."""
+
+    round: int = -1
+    generation: int = -1
+    """Of the group: another one than the last means that a new group is made."""
+    store: str = ""
+    """``host:port`` of the group's store."""
+    rank: int = 0
+    size: int = 0
+    """Workers and the trainer."""
+    version: int = -1
+    within_s: float = 0.0
+    """When it must be over."""
+
+
+class BroadcastMembersRequest(Message):
+    """The trainer has published ``version`` and asks who can take it by broadcast."""
+
+    version: int
+
+
+class BroadcastMembers(Message):
+    processes: tuple[str, ...]
+    """``NAME.ATTEMPT`` of the workers that can, in a fixed order; empty when nobody needs the version that way."""
+
+
+class BroadcastBegin(Message):
+    """The trainer begins a round with these workers, as ranks 1, 2, 3 … of the group."""
+
+    version: int
+    processes: tuple[str, ...]
+    generation: int
+    """Of a group that exists; -1 for a new one."""
+    store: str
+    within_s: float
+
+
+class BroadcastBegun(Message):
+    round: int
+    generation: int
+
+
+class BroadcastEnd(Message):
+    """The round is over, well or not."""
+
+    round: int
+    confirmed: tuple[str, ...] = ()
+    """Processes that have the version now, and are ready for the next round."""
+
+
+class BroadcastQuestion(Message):
+    """A worker is to use a version: is it on its way to this process by broadcast?"""
+
+    process: str
+    version: int
+
+
+class BroadcastAnswer(Message):
+    round: int = -1
+    """The round that brings it; -1: none does."""
+    within_s: float = 0.0
+
+
 class Ok(Message):
     ok: Literal[True] = True
 

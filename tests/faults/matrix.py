@@ -32,6 +32,7 @@ class Row:
 
 _KILLED = "end_to_end/test_killed.py"
 _HANGS = "end_to_end/test_hangs_and_losses.py"
+_BROADCAST = "end_to_end/test_broadcast.py"
 _BAD = "end_to_end/test_bad_input.py"
 _FULL = "faults/test_matrix_disk_full.py"
 _CORRUPT = "faults/test_matrix_corruption.py"
@@ -72,6 +73,19 @@ PROCESSES = (
         (2, 3),
         (f"{_KILLED}::test_a_killed_worker_and_a_killed_rank_are_replaced",),
         ("One process only: a trainer rank",),
+    ),
+    Row(
+        "a rollout worker or the trainer is killed, hangs or is slow in the middle of a broadcast",
+        (1, 3, 5),
+        (
+            f"{_BROADCAST}::test_a_worker_killed_in_the_middle_of_a_broadcast",
+            f"{_BROADCAST}::test_a_worker_that_hangs_and_a_trainer_that_dies_in_the_middle_of_a_broadcast",
+            f"{_BROADCAST}::test_each_fault_at_each_point",
+            "unit/broadcast/test_rounds.py::test_a_worker_that_is_lost_in_the_middle",
+            "unit/broadcast/test_rounds.py::test_a_trainer_that_dies_in_the_middle",
+            "unit/broadcast/test_rounds.py::test_a_worker_that_is_too_slow_is_named",
+        ),
+        ("One process only: a rollout worker, or the trainer, in the middle of a broadcast",),
     ),
     Row("a collective hangs", (3,), (f"{_HANGS}::test_a_process_that_hangs_is_found_by_its_heartbeat",)),
     Row(
@@ -259,6 +273,15 @@ DISKS = (
 )
 
 DAMAGE = (
+    Row(
+        "wrong bytes in a broadcast",
+        (3, 5),
+        (
+            "unit/broadcast/test_both_sides.py::test_other_bytes_than_the_published_ones_are_refused",
+            "unit/broadcast/test_both_sides.py::test_any_flipped_byte_is_refused_before_use",
+            "unit/broadcast/test_both_sides.py::test_with_both_every_bit_is_compared_with_the_files",
+        ),
+    ),
     Row(
         "bytes are flipped, cut off or added in any kind of artefact",
         (5,),

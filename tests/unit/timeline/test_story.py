@@ -127,6 +127,12 @@ def test_a_fault_that_killed_nobody_stands_for_itself(faulty: RunLayout) -> None
         ("waiting_for_space", {"error": "no space in /x"}, "storage", "no space in /x"),
         ("weights_unreachable", {"version": 3, "error": "torn"}, "data", "policy version 3 cannot be rebuilt: torn"),
         (
+            "broadcast_failed",
+            {"version": 3, "error": "a bucket was not sent"},
+            "data",
+            "policy version 3 was not broadcast: a bucket was not sent",
+        ),
+        (
             "episodes_saved",
             {"block": 7, "tokens": 9, "finished": 1, "unfinished": 2},
             "kept",
