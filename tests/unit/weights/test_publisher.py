@@ -107,6 +107,31 @@ def test_dense_changes_become_a_keyframe(layout: RunLayout) -> None:
     assert (manifest.artefact, manifest.parent) == ("keyframe", None)
 
 
+def test_a_chain_that_costs_more_than_a_full_copy_gets_one(layout: RunLayout) -> None:
+    """Also when it was begun by a publisher of an earlier start."""
+    weights = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kinds = []
+    publisher = new_publisher(layout, keyframe_every=100)
+    for version in range(14):
+        if version == 6:
+            publisher = new_publisher(layout, 2, keyframe_every=100)
+            publisher.seed(5)
+        weights.view(torch.int16)[version % 2 :: 3] += 1 + 7 * (torch.arange(20_000) % 50)[version % 2 :: 3].to(
+            torch.int16
+        )
+        manifest = publisher.publish(version, [("w", weights)], {})
+        kinds.append(manifest.artefact)
+        assert manifest.parent == (version - 1 if version else None)
+    spent, expected = 0, []
+    for version in range(14):
+        manifest = published(layout, version)
+        delta = sum(ref.bytes for ref in manifest.files if ref.path != manifest.keyframe)
+        spent = 0 if version == 0 or spent + delta - 200 > 40_000 else spent + delta
+        expected.append("delta" if spent else "keyframe")
+    assert kinds == expected and kinds.count("keyframe") >= 3
+    assert not list(verify(layout))
+
+
 def test_another_set_of_tensors_becomes_a_keyframe(layout: RunLayout, version_tensors: Make) -> None:
     publisher = new_publisher(layout, keyframe_every=100)
     publisher.publish(0, version_tensors(0).items(), {})
