@@ -10,6 +10,7 @@ first sign of life, ids of flows are unique. Page: the Trace Event Format docume
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -43,6 +44,11 @@ def trace_document(run: str, evidence: Evidence, story: Story, troubles: Sequenc
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     other = {"run": run, "begins_at_unix_s": round(begin_s, 6), "incarnations": len(story.incarnations)}
     return {"traceEvents": [*writer.names(), *events], "displayTimeUnit": "ms", "otherData": other}
+
+
+def trace_bytes(document: Event) -> bytes:
+    """The document as a file. Perfetto shows an escaped character (``\\u201c``) as its escape: all are written as UTF-8."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 class _Writer:
@@ -147,7 +153,8 @@ class _Writer:
                         value = number(figures.get(name))
                         if value is not None:
                             ts = self._us(event.at_s)
-                            yield {"ph": "C", "name": name, "pid": _RUN, "tid": 0, "ts": ts, "args": {name: value}}
+                            # Perfetto calls the track by both names: "reward_mean value".
+                            yield {"ph": "C", "name": name, "pid": _RUN, "tid": 0, "ts": ts, "args": {"value": value}}
 
     def _us(self, at_s: float) -> int:
         return max(0, round((at_s - self._begin_s) * 1e6))

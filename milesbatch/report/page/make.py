@@ -19,7 +19,7 @@ from milesbatch.store.durable import replace_hint
 from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.evidence import read_evidence
 from milesbatch.timeline.slices import tell
-from milesbatch.timeline.trace import trace_document
+from milesbatch.timeline.trace import trace_bytes, trace_document
 from milesbatch.timeline.troubles import find_troubles
 
 Tell = Callable[[str], None]
@@ -65,7 +65,7 @@ def write_trace(layout: RunLayout, path: Path) -> Written:
     evidence = read_evidence(layout, sum(1 for _ in layout.incarnations.glob("[0-9]*.json")))
     story = tell(evidence)
     document = trace_document(layout.root.resolve().name, evidence, story, find_troubles(evidence, story))
-    data = json.dumps(document, separators=(",", ":")).encode("utf-8", "replace")
+    data = trace_bytes(document)
     replace_hint(path, data)
     return Written(path, len(data), evidence.gaps)
 

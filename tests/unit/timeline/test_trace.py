@@ -13,7 +13,7 @@ from events_made import step, write
 from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.evidence import read_evidence
 from milesbatch.timeline.slices import tell
-from milesbatch.timeline.trace import trace_document
+from milesbatch.timeline.trace import trace_bytes, trace_document
 from milesbatch.timeline.troubles import find_troubles
 
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -30,7 +30,7 @@ def trace_of(layout: RunLayout) -> dict[str, Any]:
     evidence = read_evidence(layout, 0)
     story = tell(evidence)
     document = trace_document("run-1", evidence, story, find_troubles(evidence, story))
-    return dict(json.loads(json.dumps(document)))
+    return dict(json.loads(trace_bytes(document)))
 
 
 def check(trace: dict[str, Any]) -> None:
