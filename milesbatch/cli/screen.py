@@ -103,7 +103,16 @@ def _head(body: dict[str, Any]) -> list[Row]:
 def _checkpoint(body: dict[str, Any]) -> str:
     """The last one, and what a death now would cost."""
     last = f"step {body['last_checkpoint_step']}" if body["last_checkpoint_step"] else "none yet"
-    return f"{last}; a death now loses nothing, replays {body['would_be_replayed']} steps"
+    return f"{last}; a death now loses nothing, replays {many(body['would_be_replayed'], 'step')}"
+
+
+def _evaluation(found: dict[str, Any]) -> str:
+    """The last one, and the best one where that is another."""
+    reward, best = found["reward_mean"], found["best_reward_mean"]
+    text = f"version {found['version']}: " + ("all episodes failed" if reward is None else f"reward {reward:.3f}")
+    if best is None or found["best_version"] == found["version"]:
+        return f"{text} on held-out prompts"
+    return f"{text} on held-out prompts, best {best:.3f} (version {found['best_version']})"
 
 
 def _queue(queue: dict[str, int]) -> str:
