@@ -10,8 +10,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from milesbatch.cluster.context import cache_directory, child_environment
 from milesbatch.cluster.last_words import own_error
@@ -19,6 +20,10 @@ from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedE
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.store.layout import RunLayout
+
+if TYPE_CHECKING:
+    from milesbatch.environments.held_out import HeldOut
+    from milesbatch.environments.prompts import Prompt
 
 _MARK = "fingerprints "
 
@@ -72,18 +77,41 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     from milesbatch.models.prepare import prepare_model
 
     prompts = open_prompts(recipe)
+    held_out = _held_out(recipe)
     reward = reward_fingerprint(recipe.environment.reward)
     prepare_model(recipe, layout.model, cache, report)
     tokenizer = load_tokenizer(layout.model)
-    longest = max(len(encode_prompt(tokenizer, recipe.model, prompts.prompt(group_id))) for group_id in range(16))
-    needed, limit = longest + recipe.rollout.sampling.max_new_tokens, context_length(layout.model)
-    if needed > limit:
-        raise DataError(
-            f"a prompt of {longest} tokens and rollout.sampling.max_new_tokens "
-            f"({recipe.rollout.sampling.max_new_tokens}) need {needed} tokens; the model has room for {limit}",
-            mend="lower rollout.sampling.max_new_tokens, shorten the prompts, or use a model with a longer context",
-        )
+    limit, longest_response = context_length(layout.model), recipe.rollout.sampling.max_new_tokens
+
+    def check_room(asked: Iterable[Prompt], response: int, field: str) -> None:
+        longest = max(len(encode_prompt(tokenizer, recipe.model, prompt)) for prompt in asked)
+        if longest + response > limit:
+            raise DataError(
+                f"a prompt of {longest} tokens and {field} ({response}) need {longest + response} tokens; the model has room"
+                f" for {limit}",
+                mend=f"lower {field}, shorten the prompts, or use a model with a longer context",
+            )
+
+    check_room((prompts.prompt(group) for group in range(16)), longest_response, "rollout.sampling.max_new_tokens")
+    if held_out is not None and recipe.evaluation is not None:
+        response = recipe.evaluation.max_new_tokens or longest_response
+        check_room(held_out.prompts, response, "evaluation.max_new_tokens")
     return {**model_fingerprints(recipe, layout.model), "data": prompts.fingerprint(), "reward": reward}
+
+
+def _held_out(recipe: Recipe) -> HeldOut | None:
+    """The evaluation's prompts, which training must never ask; before the model is made, which takes longer.
+
+    Raises:
+        DataError: it does.
+    """
+    from milesbatch.environments.held_out import check_held_out, open_held_out
+
+    if recipe.evaluation is None:
+        return None
+    found = open_held_out(recipe.evaluation.prompts, recipe.evaluation.num_prompts, recipe.seed)
+    check_held_out(found, recipe)
+    return found
 
 
 def main(arguments: list[str]) -> int:

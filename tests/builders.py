@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from milesbatch.engines.protocol import VersionSpan
+from milesbatch.evaluation.writer import Subject, commit_evaluation
 from milesbatch.recipe.models import ArithmeticData, MadeModel, Recipe
 from milesbatch.records import (
     BatchRecord,
     CheckpointManifest,
+    EvaluationRecord,
+    EvaluationSettings,
     GroupRef,
     IncarnationRecord,
     Rejection,
@@ -37,6 +40,7 @@ from milesbatch.trajectories.inflight_writer import write_inflight
 from milesbatch.trajectories.schema import FileMetadata
 from milesbatch.trajectories.trajectory import Message, Trajectory
 from milesbatch.trajectories.writer import write_trajectories
+from milesbatch.weights.reader import read_manifest
 
 AT = "2026-03-01T12:00:00.000000Z"
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -285,6 +289,64 @@ def commit_checkpoint(layout: RunLayout, step: int, incarnation: int = 1, keep: 
     checkpointer.start({"model.distcp": b"state %d" % step * 50, "optim.distcp": b"o" * 64}, make_facts(step))
     assert checkpointer.finish() == step
     return read_checkpoint(layout, step)
+
+
+# -- evaluations ----------------------------------------------------------------------------------------------------
+
+
+def make_settings(num_prompts: int = 2, samples: int = 1, prompts: bytes = b"held out") -> EvaluationSettings:
+    """Greedy, unless there are several samples."""
+    return EvaluationSettings(
+        prompts=digest_bytes(prompts),
+        num_prompts=num_prompts,
+        samples_per_prompt=samples,
+        temperature=0.0 if samples == 1 else 1.0,
+        top_p=1.0,
+        top_k=-1,
+        max_new_tokens=8,
+        stop=(),
+        seed=0,
+        reward=digest_bytes(b"reward"),
+    )
+
+
+def evaluate_version(
+    layout: RunLayout,
+    version: int,
+    rewards: Sequence[float] = (0.0, 1.0),
+    *,
+    name: str = "recipe",
+    settings: EvaluationSettings | None = None,
+    weights_digest: str | None = None,
+    started: datetime = START,
+    **changes: Any,
+) -> EvaluationRecord:
+    """Commit an evaluation with one sample of each prompt, through the real writer; ``changes`` go into every sample.
+
+    The weights are those that the run has published, or made-up ones.
+    """
+    manifest = read_manifest(layout, version)
+    digest = weights_digest or (manifest.weights_digest if manifest else digest_bytes(f"weights {version}".encode()))
+    rows = [
+        make_trajectory(
+            group,
+            0,
+            version,
+            **{
+                "reward": reward,
+                "rewards": {"answer": reward},
+                "weights_digest": digest,
+                "worker": "evaluation-0",
+                "started": started,
+                "ended": started + timedelta(seconds=2),
+                **changes,
+            },
+        )
+        for group, reward in enumerate(rewards)
+    ]
+    subject = Subject(version, digest, name, settings or make_settings(len(rewards)))
+    metadata = FileMetadata("run-1", digest_bytes(b"tokenizer"), digest_bytes(b"template"))
+    return commit_evaluation(layout, subject, rows, metadata)
 
 
 # -- incarnations ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The audit of a run, from top to bottom:
 
     run.json, recipe, model ─> incarnations and seals ─> batch records ─> weights ─> checkpoints ─> trajectories
-                                                                                      event logs ─> seconds by cause
+                                                                     evaluations; event logs ─> seconds by cause
 
 What refers to something is read after it, but a run may grow meanwhile: what is not there yet is looked for again before it
 counts as missing. Never writes; ``repair.py`` does. Imports no torch. The page behind it is ``docs/audit.md``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from milesbatch.audit.checkpoints_check import check_checkpoints
+from milesbatch.audit.evaluations_check import check_evaluations
 from milesbatch.audit.findings import Findings, listed
 from milesbatch.audit.inflight_check import check_inflight
 from milesbatch.audit.records_check import History, check_batches
@@ -46,6 +47,7 @@ def examine(layout: RunLayout) -> tuple[Verdict, Findings]:
     checkpoints = check_checkpoints(layout, lives, identity.rules, history, versions, findings)
     experience = check_trajectories(layout, identity, lives, history, versions, findings)
     check_inflight(layout, history, findings)
+    evaluations = check_evaluations(layout, findings)
     times = add_up_times(layout, findings)
     _note_temporary(layout, findings)
     divergences = checkpoints[-1].divergences if checkpoints else ()
@@ -68,6 +70,7 @@ def examine(layout: RunLayout) -> tuple[Verdict, Findings]:
         checkpoints=tuple(manifest.step for manifest in checkpoints),
         incarnations=lives.newest,
         trajectories=experience.trajectories,
+        evaluations=evaluations,
         generated_again=len(experience.again),
         replayed=tuple(times.replayed),
         divergences=divergences,
@@ -93,7 +96,8 @@ def _groups(history: History, experience: Experience) -> Groups:
 
 
 def _note_temporary(layout: RunLayout, findings: Findings) -> None:
-    nested = [path for parent in (layout.weights, layout.checkpoints) for path in listed(parent) if path.is_dir()]
+    parents = (layout.weights, layout.checkpoints, layout.evaluations)
+    nested = [path for parent in parents for path in listed(parent) if path.is_dir()]
     for directory in (layout.root, *layout.directories(), *nested):
         for path in listed(directory):
             if path.name.startswith(TEMPORARY_PREFIX):

@@ -35,6 +35,8 @@ class Verdict:
     checkpoints: tuple[int, ...]
     incarnations: int
     trajectories: int
+    """Of groups; those of evaluations are not among them."""
+    evaluations: int
     generated_again: int
     replayed: tuple[int, ...]
     divergences: tuple[int, ...]
@@ -59,6 +61,7 @@ class Verdict:
             "steps": self.steps,
             "checkpoints": list(self.checkpoints),
             "trajectories": self.trajectories,
+            "evaluations": self.evaluations,
             "rejected": self.rejected_by_reason,
             "work_repeated": {"steps_replayed": len(self.replayed), "groups_generated_again": self.generated_again},
             "divergences": list(self.divergences),

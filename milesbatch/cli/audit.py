@@ -79,7 +79,8 @@ def _summary(verdict: Verdict) -> list[str]:
         f"checkpoints: {', '.join(map(str, verdict.checkpoints)) or 'none'}",
         f"work repeated: {len(verdict.replayed)} steps replayed, {verdict.generated_again} groups generated again",
         f"seconds: {seconds}",
-        f"checked: {verdict.files} files, {verdict.bytes:,} bytes, {verdict.trajectories} trajectories that count",
+        f"checked: {verdict.files} files, {verdict.bytes:,} bytes, {verdict.trajectories} trajectories that count"
+        + (f", {verdict.evaluations} evaluations" if verdict.evaluations else ""),
     ]
 
 

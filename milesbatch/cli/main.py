@@ -18,6 +18,7 @@ from milesbatch.cli import catalogue, recipes, traj, weights
 from milesbatch.cli.audit import audit
 from milesbatch.cli.doctor import doctor
 from milesbatch.cli.drill import drill
+from milesbatch.cli.evaluate import evaluate
 from milesbatch.cli.life import cancel, resume, scale
 from milesbatch.cli.logs import logs
 from milesbatch.cli.replay import replay
@@ -54,6 +55,7 @@ app.command("status", epilog="Example: milesbatch status runs/tiny --json")(stat
 app.command("watch", epilog="Example: milesbatch watch runs/tiny --every 5")(watch)
 app.command("logs", epilog="Example: milesbatch logs runs/tiny --role trainer -f")(logs)
 app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
+app.command("evaluate", epilog="Example: milesbatch evaluate runs/tiny --every 20")(evaluate)
 app.command("report", epilog="Example: milesbatch report runs/tiny -o tiny.html")(report)
 app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
 app.command("drill", epilog="Example: milesbatch drill recipes/tiny.yaml --report drill.html")(drill)

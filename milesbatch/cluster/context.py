@@ -21,7 +21,7 @@ class RoleContext:
 
     run_directory: Path
     role: str
-    """``trainer``, ``rollout`` or ``tracking``."""
+    """``trainer``, ``rollout``, ``tracking`` or ``evaluation``."""
     index: int
     count: int
     """Processes of this role (the world size for trainer ranks)."""

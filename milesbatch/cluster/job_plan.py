@@ -142,9 +142,11 @@ def _check_shape_and_time(slurm: Slurm, site: Site) -> None:
 
 
 def _check_offline(recipe: Recipe, site: Site) -> None:
+    asked = None if recipe.evaluation is None else recipe.evaluation.prompts
     paths = {
         "model.path": recipe.model.path if isinstance(recipe.model, PretrainedModel) else "",
         "data.path": recipe.data.path if isinstance(recipe.data, FileData) else "",
+        "evaluation.prompts.path": asked.path if isinstance(asked, FileData) else "",
     }
     for field, path in paths.items():
         if "://" in path and not path.startswith("file://"):

@@ -27,6 +27,7 @@ ROLE_MODULES = {
     "trainer": "milesbatch.trainer",
     "rollout": "milesbatch.rollout",
     "tracking": "milesbatch.tracking",
+    "evaluation": "milesbatch.evaluation",
 }
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 

@@ -116,7 +116,10 @@ class StepProcess:
 
 
 class StepLauncher:
-    """Starts roles as steps of this job; the tracking process, which no node needs, as a subprocess beside the controller."""
+    """Starts roles as steps of this job; the tracking process, which no node needs, as a subprocess beside the controller.
+
+    Evaluation has no place here: all GPUs of the job belong to trainer and rollout.
+    """
 
     def __init__(self, allocation: Allocation, site: Site, run_directory: Path) -> None:
         self._allocation = allocation

@@ -2,7 +2,7 @@
 
     milesbatch run ──> take over the run directory (store.takeover) ──> this loop
         ├── HTTP (server -> hub): leases, batches, heartbeats
-        ├── supervisor: trainer ranks, rollout workers, tracking: started, watched, restarted
+        ├── supervisor: trainer ranks, rollout workers, tracking, evaluation: started, watched, restarted
         └── whoever may ask to stop (stopping): signals, `cancel`, a time limit, a lost node; a signal's handler only sets a
             flag; the trainer checkpoints at the next step boundary, also when it is waiting for rollouts
 
@@ -80,6 +80,7 @@ class ControllerLoop:
         self._display = display
         self._signals = _Signals()
         self._is_hint_late = False
+        self._finished_at_s: float | None = None
         self._watches: tuple[StopWatch, ...] = (self._signals, CancelWatch(layout, incarnation.number))
         self.events = EventLog(layout, "controller-0", incarnation.number)
         self.hub = Hub(recipe)
@@ -152,7 +153,7 @@ class ControllerLoop:
                 self._display.note(text)
             self._check_failures()
             self._display.tick(self.hub)
-            if self.hub.is_finished and not self._supervisor.running("trainer"):
+            if self.hub.is_finished and not self._supervisor.running("trainer") and self._may_end(now_s):
                 return Ending()
             asked = self._asked_to_stop()
             if asked is not None and (stop is None or asked.at_once):
@@ -170,6 +171,22 @@ class ControllerLoop:
                 if not working or now_s > stop_by_s or (asked is not None and asked.at_once):
                     return Ending(stop)
             await asyncio.sleep(_LOOK_S)
+
+    def _may_end(self, now_s: float) -> bool:
+        """The run is finished. Evaluations that are still to come get a set time, unless somebody asks to stop."""
+        section = self._recipe.evaluation
+        if section is None or not self._supervisor.running("evaluation") or self._asked_to_stop() is not None:
+            return True
+        if self._finished_at_s is None:
+            self._finished_at_s = now_s
+            self._display.note(
+                f"all steps are trained; waiting for the last evaluations, {section.wait_s:.0f} s at most"
+            )
+        is_late = now_s - self._finished_at_s > section.wait_s
+        if is_late:
+            left = f"`milesbatch evaluate {self._layout.root}` makes what is missing"
+            self._display.note(f"the evaluations are not done; {left}")
+        return is_late
 
     def _asked_to_stop(self) -> StopRequest | None:
         """The most urgent request; a lost node's comes from the supervisor."""

@@ -16,6 +16,7 @@ from milesbatch.cluster.port import Launcher
 from milesbatch.controller.display import open_display
 from milesbatch.controller.loop import ControllerLoop
 from milesbatch.controller.stopping import Ending, StopWatch
+from milesbatch.environments.held_out import check_held_out, open_held_out
 from milesbatch.environments.judge import reward_fingerprint
 from milesbatch.environments.prompts import open_prompts
 from milesbatch.errors import InputError, RunMismatchError
@@ -61,6 +62,8 @@ def open_or_make(layout: RunLayout, wanted: Recipe, say: Say, preparing: Sequenc
     changes = sight.until_seen(lambda: check_same_recipe(layout, record, wanted))
     sight.until_seen(lambda: read_incarnations(layout))  # whoever asks for them next sees what this host has seen
     _check_fingerprints(record, wanted)
+    if any(path.partition(".")[0] == "evaluation" for path in changes):
+        _check_evaluation(wanted)
     return changes
 
 
@@ -118,7 +121,10 @@ def check_same_recipe(layout: RunLayout, record: RunRecord, wanted: Recipe) -> d
             f"{layout.root} is a run of another recipe (run {record.run_id}); these keys differ:\n{listing}",
             mend="give the recipe that the run was started with, or another directory with --run-dir",
         )
-    return {change.path: None if change.new is ABSENT else change.new for change in changes}
+    # Fields of a kind that was changed go with it: naming them would give them to the new kind.
+    kinds = {change.path.rpartition(".")[0] for change in changes if change.path.endswith(".kind")}
+    kept = [change for change in changes if change.new is not ABSENT or change.path.rpartition(".")[0] not in kinds]
+    return {change.path: None if change.new is ABSENT else change.new for change in kept}
 
 
 def _make_run(layout: RunLayout, recipe: Recipe, say: Say, preparing: Sequence[str]) -> RunRecord:
@@ -140,6 +146,11 @@ def _check_fingerprints(record: RunRecord, wanted: Recipe) -> None:
                 f" it was {record.fingerprints[name]}, it is {digest}",
                 mend="put back what the run was started with, or start a new run with --run-dir",
             )
+
+
+def _check_evaluation(wanted: Recipe) -> None:
+    if wanted.evaluation is not None:
+        check_held_out(open_held_out(wanted.evaluation.prompts, wanted.evaluation.num_prompts, wanted.seed), wanted)
 
 
 def _found(incarnation: Incarnation) -> str:

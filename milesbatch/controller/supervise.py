@@ -1,7 +1,7 @@
 """Starts the role processes, notices when one died or hangs, and starts it again or gives up. Never decides what is trained.
 
-The trainer's ranks live and die together (one torch.distributed job); rollout workers one by one; the tracking process is
-not needed by the run and its death never stops it.
+The trainer's ranks live and die together (one torch.distributed job); rollout workers one by one; the tracking process and the
+evaluator are not needed by the run, and their deaths never stop it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _SETTLE_S = 1.0
 """Slurm tells of a step's end up to a second late."""
 
 
+_NOT_NEEDED = ("tracking", "evaluation")
+"""Roles that end by themselves, and whose end never stops the run."""
+
+
 @dataclass(slots=True)
 class Child:
     """A started role process."""
@@ -59,6 +63,9 @@ class Supervisor:
         self._base = base
         self._events = events
         self._policy = RestartPolicy(recipe.slurm.max_restarts_without_progress)
+        self._evaluation_policy = RestartPolicy(recipe.slurm.max_restarts_without_progress)
+        """Of its own: steps of the trainer are no progress of the evaluator."""
+        self._notes: list[str] = []
         self._step_at_last_look = hub.last_step
         self._attempts: dict[str, int] = {}
         self._lost_nodes: dict[str, str] = {}
@@ -76,6 +83,17 @@ class Supervisor:
                 self._start("rollout", index, self._recipe.rollout.workers, self._recipe.rollout.threads)
         if self._recipe.tracking.kind != "none":
             self._start("tracking", 0, 1, 1)
+        if self._recipe.evaluation is not None:
+            self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        if self._launcher.has("evaluation"):
+            self._start("evaluation", 0, 1, self._recipe.rollout.threads)
+        else:
+            run = self._layout.root
+            self._notes.append(
+                f"no place for evaluation here: `milesbatch evaluate {run} --follow` in a job of its own"
+            )
 
     def _start_trainer(self) -> None:
         for index in range(self._recipe.trainer.ranks):
@@ -117,7 +135,8 @@ class Supervisor:
                 if not child.process.kill():
                     self._lose_node(child.context, reason)
                 happened.append(self._ended(name, child, -signal.SIGKILL, reason))
-        return [*happened, *self._forget_silent_guests(), *self._told()]
+        notes, self._notes = self._notes, []
+        return [*notes, *happened, *self._forget_silent_guests(), *self._told()]
 
     def _may_be_explained(self, name: str, child: Child, ended: Mapping[str, int]) -> bool:
         """Wait a moment before a rank's own error is taken for the cause, while other ranks live that may have caused it."""
@@ -192,8 +211,10 @@ class Supervisor:
         self._events.write(
             "process_ended", name=name, exit_code=code, reason=reason, host=host, said=said, leases_freed=blocks
         )
-        if code == 0 and (self._hub.is_stopping or self._hub.is_finished or role == "tracking"):
+        if code == 0 and (self._hub.is_stopping or self._hub.is_finished or role in _NOT_NEEDED):
             return f"{name} ended"
+        if role == "evaluation":
+            return self._evaluation_died(child, code, reason, said)
         is_fenced = self._layout.incarnation(child.context.incarnation + 1).exists()
         verdict = self._policy.judge(role, code, is_fenced)
         if role == "tracking" and verdict is not Verdict.RESTART:
@@ -208,6 +229,17 @@ class Supervisor:
         self._restart(role, child)
         why = f": {said.splitlines()[0]}" if role == "tracking" and said else ""  # nothing else will name it
         return f"{name} died ({reason}); started again{why}"
+
+    def _evaluation_died(self, child: Child, code: int, reason: str, said: str) -> str:
+        """Never the end of the run; what is missing is made by the next start, or by hand."""
+        name = child.context.name
+        if self._hub.is_stopping:
+            return f"{name} ended while stopping ({reason})"
+        if self._evaluation_policy.judge(name, code) is Verdict.RESTART:
+            self._restart("evaluation", child)
+            return f"{name} died ({reason}); started again" + (f": {said.splitlines()[0]}" if said else "")
+        self._events.write("evaluation_off", reason=reason, said=said)
+        return f"evaluation is off for the rest of this start ({reason}): {said}"
 
     def _host_of(self, child: Child) -> str:
         """Its node as Slurm calls it, else the host that it named; empty when it was never heard of."""
@@ -229,7 +261,7 @@ class Supervisor:
                 self._start_trainer()
         else:
             context = child.context
-            threads = self._recipe.rollout.threads if role == "rollout" else 1
+            threads = 1 if role == "tracking" else self._recipe.rollout.threads
             self._start(role, context.index, context.count, threads)
 
     def _raise_final(self, verdict: Verdict, name: str, reason: str, said: str) -> None:
@@ -261,7 +293,7 @@ class Supervisor:
 
     def kill_working(self) -> None:
         """All but the tracking process, which still has figures to log."""
-        self._kill_role("trainer", "rollout")
+        self._kill_role("trainer", "rollout", "evaluation")
 
     def _kill_role(self, *roles: str) -> None:
         """All at once: on a cluster each end is waited for."""

@@ -20,6 +20,7 @@ SMALL_FORM = (
     "slurm.heartbeat_s=1",
     "slurm.disk_full_wait_s=120",
     "tracking.kind=none",
+    "evaluation=null",
 )
 """Enough steps for two checkpoints and work after them; heartbeats that find a hung process in seconds."""
 

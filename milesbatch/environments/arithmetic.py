@@ -45,6 +45,10 @@ class ArithmeticStream:
             env={"left": left, "operation": operation, "right": right},
         )
 
+    @property
+    def num_prompts(self) -> None:
+        """There is no end."""
+
     def fingerprint(self) -> str:
         """Digest of the data section."""
         return digest_bytes(canonical_json(self._data.model_dump(mode="json")))

@@ -18,6 +18,7 @@ import pyarrow as pa
 from milesbatch.environments.prompts import Message, Prompt, Purpose, stream_random
 from milesbatch.errors import DataError
 from milesbatch.recipe.models import FileData
+from milesbatch.recipe.packages import PREFIX, package_path
 from milesbatch.records import canonical_json, digest_bytes
 
 _SHOWN = 5
@@ -47,6 +48,10 @@ class FileStream:
         epoch, position = divmod(group_id, len(self._prompts))
         return self._prompts[self._order(epoch)[position]]
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
     def fingerprint(self) -> str:
         """Digest of the file's bytes and of which columns are used; the path may change."""
         section = self._data.model_dump(mode="json", exclude={"path"})
@@ -60,7 +65,7 @@ class FileStream:
 
 def _read_bytes(path: str) -> bytes:
     try:
-        with fsspec.open(path, "rb") as stream:
+        with fsspec.open(_located(path), "rb") as stream:
             content = stream.read()
     except (OSError, ValueError, ImportError) as error:
         raise DataError(
@@ -69,6 +74,17 @@ def _read_bytes(path: str) -> bytes:
     if not isinstance(content, bytes) or not content:
         raise DataError(f"the prompt file {path} is empty", mend="give a file with at least one prompt")
     return content
+
+
+def _located(path: str) -> str:
+    """``path``, with one inside a package found."""
+    if not path.startswith(PREFIX):
+        return path
+    try:
+        return str(package_path(path))
+    except LookupError as error:
+        what = f"cannot read the prompt file {path}: there is no installed package {error.args[0]!r}"
+        raise DataError(what, mend="install it, or give another path") from error
 
 
 def _parse_prompts(data: FileData, content: bytes) -> list[Prompt]:

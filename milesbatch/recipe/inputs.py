@@ -13,6 +13,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+_COLDEST = 1e-6
+"""Logits divided by less than this may overflow."""
+
+
+def checked_temperature(value: float) -> float:
+    """``value`` when logits can be divided by it, or when it is 0, which always takes the likeliest token.
+
+    Raises:
+        ValueError: neither.
+    """
+    if 0 < value < _COLDEST:
+        raise ValueError(f"temperature is {value:g}; allowed: 0 (always the likeliest token) or at least {_COLDEST:g}")
+    return value
+
+
 # -- model ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +107,10 @@ class FileData(Section):
     """Prompts from a JSONL, Parquet or Arrow file, local or at any fsspec URL; shuffled anew in each epoch."""
 
     kind: Literal["file"] = "file"
-    path: str = Field(description="Path or fsspec URL; the ending (.jsonl, .parquet, .arrow) says the format.")
+    path: str = Field(
+        description="Path, fsspec URL, or `package:NAME/FILE` for a file inside an installed Python package; the ending"
+        " (.jsonl, .parquet, .arrow) says the format."
+    )
     prompt_field: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="Column with the reference answer that the reward function gets.")
     id_field: str | None = Field(None, description="Column with a stable prompt id; null uses the row number.")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from milesbatch.recipe.artefacts import Checkpoint, Weights
+from milesbatch.recipe.evaluation import Evaluation
 from milesbatch.recipe.inputs import (
     ArithmeticData,
     Data,
@@ -21,11 +22,9 @@ from milesbatch.recipe.inputs import (
     ReasoningGymData,
     Section,
     WarmStart,
+    checked_temperature,
 )
 from milesbatch.recipe.slurm import Slurm
-
-_COLDEST = 1e-6
-"""Logits divided by less than this may overflow."""
 
 # -- rollout --------------------------------------------------------------------------------------------------------
 
@@ -66,11 +65,7 @@ class Sampling(Section):
     @field_validator("temperature")
     @classmethod
     def _can_be_divided_by(cls, value: float) -> float:
-        if 0 < value < _COLDEST:
-            raise ValueError(
-                f"temperature is {value:g}; allowed: 0 (always the likeliest token) or at least {_COLDEST:g}"
-            )
-        return value
+        return checked_temperature(value)
 
     @field_validator("top_k")
     @classmethod
@@ -328,6 +323,9 @@ class Recipe(Section):
         description="What the run asks of Slurm; limits on restarts, and heartbeats, which hold without it too.",
     )
     tracking: Tracking = Field(Tracking(), description="Where curves go.")
+    evaluation: Evaluation | None = Field(
+        None, description="Held-out prompts that policy versions are asked while the run goes on; null asks none."
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -361,6 +359,7 @@ __all__ = [
     "Checkpoint",
     "Data",
     "Environment",
+    "Evaluation",
     "FileData",
     "MadeModel",
     "Model",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from milesbatch.decisions.seeds import derive_seed
 from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
 from milesbatch.environments.judge import Judge, Judgement
-from milesbatch.environments.prompts import Prompt, PromptStream, encode_prompt
+from milesbatch.environments.prompts import Prompt, encode_prompt
 from milesbatch.ids import VersionSpan
-from milesbatch.recipe.models import PretrainedModel, Recipe
+from milesbatch.recipe.models import PretrainedModel, Recipe, Sampling
 from milesbatch.trajectories.inflight_schema import BegunSample
 from milesbatch.trajectories.trajectory import Message, Trajectory
 
@@ -46,18 +46,46 @@ class Recorder:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """How often each prompt is asked, how its answers are drawn, and from which of the recipe's seeds."""
+
+    samples_per_group: int
+    sampling: Sampling
+    seeds: str
+    """Name of the seeds: those of different names are unrelated."""
+
+    @classmethod
+    def of_training(cls, recipe: Recipe) -> EpisodeRules:
+        return cls(recipe.rollout.samples_per_group, recipe.rollout.sampling, "sample")
+
+
+class Prompts(Protocol):
+    """What is asked, by group."""
+
+    def prompt(self, group_id: int) -> Prompt: ...
+
+
 class EpisodeRunner:
     """Turns groups into requests and completions into judged trajectories."""
 
     def __init__(
-        self, recipe: Recipe, prompts: PromptStream, tokenizer: Any, stop_token_ids: tuple[int, ...], recorder: Recorder
+        self,
+        recipe: Recipe,
+        prompts: Prompts,
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        recorder: Recorder,
+        rules: EpisodeRules | None = None,
     ) -> None:
+        """``rules`` are those of training where none are given."""
         self._recipe = recipe
+        self._rules = rules or EpisodeRules.of_training(recipe)
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._judge = Judge(recipe.environment.reward)
         self._recorder = recorder
-        sampling = recipe.rollout.sampling
+        sampling = self._rules.sampling
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -73,8 +101,8 @@ class EpisodeRunner:
         for group_id in groups:
             prompt = self._prompts.prompt(group_id)
             tokens = encode_prompt(self._tokenizer, self._recipe.model, prompt)
-            for index in range(self._recipe.rollout.samples_per_group):
-                seed = derive_seed(self._recipe.seed, "sample", group_id, index)
+            for index in range(self._rules.samples_per_group):
+                seed = derive_seed(self._recipe.seed, self._rules.seeds, group_id, index)
                 request = GenerationRequest(tokens, self._sampling, seed)
                 episodes.append(Episode(group_id, index, prompt, request))
         return episodes

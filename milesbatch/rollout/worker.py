@@ -19,11 +19,9 @@ def main(context: RoleContext) -> None:
     pulse.start()  # before torch is imported: importing takes seconds, and the controller should see a living process
     began_s = time.monotonic()
 
-    import torch
-
-    from milesbatch.engines.embedded import EmbeddedEngine
     from milesbatch.environments.prompts import open_prompts
-    from milesbatch.models.load import context_length, load_skeleton, load_tokenizer, stop_token_ids
+    from milesbatch.models.load import load_tokenizer, stop_token_ids
+    from milesbatch.rollout.engine import open_engine
     from milesbatch.rollout.episodes import EpisodeRunner, Recorder
     from milesbatch.rollout.loop import WorkerLoop
     from milesbatch.rollout.reaching import open_follower
@@ -32,25 +30,13 @@ def main(context: RoleContext) -> None:
     layout = RunLayout(context.run_directory)
     run = open_run(layout, context.incarnation, first_sight(layout.root))
     recipe = run.recipe
-    torch.set_num_threads(recipe.rollout.threads)
-    torch.use_deterministic_algorithms(recipe.determinism == "bitwise", warn_only=True)
     tokenizer = load_tokenizer(layout.model)
-    engine = EmbeddedEngine(
-        load_skeleton(layout.model, torch.float32),
-        max_length=context_length(layout.model),
-        max_concurrent_samples=recipe.rollout.max_concurrent_samples,
-        isolate_calls=recipe.determinism == "bitwise",
-        stop_text=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-    )
+    engine = open_engine(layout.model, recipe, tokenizer)
     recorder = Recorder(context.name, context.incarnation)
     runner = EpisodeRunner(recipe, open_prompts(recipe), tokenizer, stop_token_ids(layout.model), recorder)
     events = EventLog(layout, context.name, context.incarnation)
     events.write("ready", seconds=round(time.monotonic() - began_s, 2))
-    metadata = FileMetadata(
-        run_id=run.record.run_id,
-        tokenizer_digest=run.record.fingerprints["tokenizer"],
-        chat_template_digest=run.record.fingerprints.get("chat_template", ""),
-    )
+    metadata = FileMetadata.of_run(run.record)
 
     def tell(text: str) -> None:
         pulse.moved()  # no heartbeat may take the wait for a hang

@@ -35,7 +35,12 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
         InputError: the directory holds something else than a run.
         StorageError: it cannot be written.
     """
-    known = {path.name for path in layout.directories()} | {"recipe.yaml", "run.json", "tracking"}
+    known = {path.name for path in layout.directories()} | {
+        "recipe.yaml",
+        "run.json",
+        "tracking",
+        layout.evaluations.name,
+    }
     strangers = sorted(p.name for p in layout.root.iterdir() if p.name not in known) if layout.root.is_dir() else []
     strangers = [name for name in strangers if not name.startswith(".")]
     if layout.root.exists() and not layout.root.is_dir():

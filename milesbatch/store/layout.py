@@ -151,6 +151,17 @@ class RunLayout:
         return self.inflight / str(name)
 
     @property
+    def evaluations(self) -> Path:
+        """What policy versions answered to held-out prompts; made by the first evaluation."""
+        return self.root / "evaluations"
+
+    def evaluation(self, version: int) -> Path:
+        return self.evaluations / number(version)
+
+    def evaluation_record(self, version: int, tag: str) -> Path:
+        return self.evaluation(version) / f"{tag}.json"
+
+    @property
     def events(self) -> Path:
         return self.root / "events"
 

@@ -146,8 +146,8 @@ def _sweep(layout: RunLayout, incarnation: int, found: Survey) -> tuple[tuple[st
             moved.append((str(path.relative_to(layout.root)), reason))
     for directory in (layout.root, *layout.directories()):
         sweep_temporary(directory)
-    for parent in (layout.weights, layout.checkpoints):
-        for directory in parent.iterdir():
+    for parent in (layout.weights, layout.checkpoints, layout.evaluations):
+        for directory in parent.iterdir() if parent.is_dir() else ():
             if directory.is_dir():
                 sweep_temporary(directory)
     return tuple(moved)

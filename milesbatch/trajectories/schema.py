@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from milesbatch import FORMAT_VERSION
 from milesbatch.ids import VersionSpan
+from milesbatch.records import RunRecord
 from milesbatch.trajectories.trajectory import Message, Trajectory, env_text
 
 DENSE_EXPERT_BYTES = 1
@@ -34,6 +35,12 @@ class FileMetadata:
     run_id: str
     tokenizer_digest: str
     chat_template_digest: str = ""
+
+    @classmethod
+    def of_run(cls, record: RunRecord) -> FileMetadata:
+        """What every trajectory file of a run says."""
+        fingerprints = record.fingerprints
+        return cls(record.run_id, fingerprints["tokenizer"], fingerprints.get("chat_template", ""))
 
     def to_arrow(self) -> dict[bytes, bytes]:
         """The schema metadata to write."""

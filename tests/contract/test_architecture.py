@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "milesbatch"
 LAYERS = (
     ("cli", "catalogue", "report", "timeline", "analysis", "audit", "drill", "doctor", "jobs"),
     ("controller",),
+    ("evaluation",),
     ("rollout", "trainer"),
     (
         "engines",
@@ -32,6 +33,7 @@ LAYERS = (
     ),
     ("algorithm",),
     ("faults",),
+    ("evaluation.figures", "evaluation.reader", "evaluation.writer"),
     ("weights", "trajectories", "store"),
     ("decisions",),
     ("ids", "records", "recipe", "errors", "milesbatch", "faults.points"),
@@ -59,6 +61,7 @@ WITHOUT_TORCH = (
     "report",
     "timeline",
     "analysis",
+    "evaluation",
     "cli",
     "audit",
     "drill",

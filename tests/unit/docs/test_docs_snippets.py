@@ -18,11 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders import AT, grow, make_run, past_incarnation
+from builders import AT, evaluate_version, grow, make_run, past_incarnation
 
 from milesbatch.records import (
     BatchRecord,
     CheckpointManifest,
+    EvaluationFigures,
+    EvaluationRecord,
+    EvaluationSettings,
     GroupRef,
     Hold,
     IncarnationRecord,
@@ -37,7 +40,7 @@ from milesbatch.store.layout import RunLayout
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-WRITTEN_HERE = ("tour.md", "format.md", "protocol.md", "extension.md", "operations.md")
+WRITTEN_HERE = ("tour.md", "format.md", "protocol.md", "extension.md", "operations.md", "evaluation.md")
 STEPS = 3
 
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -66,6 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = make_run(tmp_path_factory.mktemp("docs") / "run")
     assert past_incarnation(layout) == 1
     grow(layout, STEPS)
+    evaluate_version(layout, 2)
     trainer, controller = EventLog(layout, "trainer-0", 1), EventLog(layout, "controller-0", 1)
     for step in range(1, STEPS + 1):
         trainer.write("train_step", step=step, replayed=False, weights_digest="", metrics={"reward_mean": step / 8})
@@ -177,7 +181,20 @@ def test_links_between_pages_resolve(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [RunRecord, IncarnationRecord, Seal, BatchRecord, GroupRef, CheckpointManifest, Retirement, Hold]
+    "kind",
+    [
+        RunRecord,
+        IncarnationRecord,
+        Seal,
+        BatchRecord,
+        GroupRef,
+        CheckpointManifest,
+        EvaluationRecord,
+        EvaluationSettings,
+        EvaluationFigures,
+        Retirement,
+        Hold,
+    ],
 )
 def test_format_page_names_every_field(kind: type[Value]) -> None:
     text = (DOCS / "format.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,15 +11,19 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from milesbatch.controller.opening import check_same_recipe
 from milesbatch.errors import RecipeError
 from milesbatch.recipe.document import main, page
 from milesbatch.recipe.fields import kinds_of
 from milesbatch.recipe.freeze import ABSENT, MAY_CHANGE, Change, changed_keys, with_changes
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
+from milesbatch.store.create import commit_run, lay_out
+from milesbatch.store.layout import RunLayout
 
 REPOSITORY = Path(__file__).parents[3]
 BASE = "name: base\nsteps: 3\nmodel: {kind: made}\ndata: {kind: reasoning_gym, task: t, options: {a: 1}}\n"
+ASKED = "evaluation={prompts: {kind: arithmetic, max_operand: 50}, num_prompts: 4}"
 
 
 @pytest.fixture
@@ -48,10 +53,11 @@ def test_equal_recipes_have_no_changes(recipe: Path) -> None:
         "rollout.lease_s=9",
         "environment.max_failed_share=0.5",
         "environment.failed_window=9",
+        "evaluation.every_steps=3",
     ],
 )
 def test_what_cannot_alter_a_recorded_step_may_change(recipe: Path, override: str) -> None:
-    (change,) = changes(recipe, override)
+    (change,) = changes(recipe, override, both=(ASKED,))
     assert change.path == override.partition("=")[0]
     assert change.may_change
 
@@ -110,6 +116,25 @@ def test_changes_can_be_put_on_the_frozen_recipe(recipe: Path) -> None:
     assert with_changes(frozen, {}) == frozen
     with pytest.raises(RecipeError, match=r"steps .*found 0"):
         with_changes(frozen, {"steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("evaluation=null", ASKED),
+        (ASKED, "evaluation=null"),
+        (ASKED, "evaluation={prompts: {kind: file, path: held-out.jsonl}}"),
+        ("evaluation={prompts: {kind: file, path: held-out.jsonl}}", ASKED),
+    ],
+)
+def test_evaluation_may_come_go_and_ask_other_prompts(recipe: Path, before: str, after: str, tmp_path: Path) -> None:
+    frozen, new = load_recipe(recipe, [before]), load_recipe(recipe, [after])
+    layout = RunLayout(tmp_path / "run")
+    lay_out(layout, frozen)
+    record = commit_run(layout, frozen, {})
+    changed = check_same_recipe(layout, record, new)
+    assert changed and all(change.may_change for change in changed_keys(frozen, new))
+    assert with_changes(frozen, json.loads(json.dumps(changed))) == new
 
 
 # -- the generated page ---------------------------------------------------------------------------------------------

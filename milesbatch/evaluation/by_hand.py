@@ -1,0 +1,180 @@
+"""Evaluation that a person asks for: of versions that are there, or of all that come (``--follow``).
+
+    newest incarnation ──> what is due ──> follow the versions ──> again, when the run was started again meanwhile
+
+Owns: which versions, and when to look again. Writes no event log: those have one writer each. Invariant: the same
+command again makes only what is missing. The page behind it is ``docs/evaluation.md``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from milesbatch.engines.protocol import RolloutEngine
+from milesbatch.errors import InputError
+from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
+from milesbatch.evaluation.evaluator import Evaluator, Generating
+from milesbatch.evaluation.following import follow_versions, hold_from
+from milesbatch.evaluation.generating import prepare_generating
+from milesbatch.evaluation.reader import OF_RECIPE
+from milesbatch.recipe.models import Evaluation, Recipe
+from milesbatch.records import EvaluationRecord
+from milesbatch.rollout.episodes import Recorder
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import OpenRun, open_run
+from milesbatch.store.survey import read_incarnations
+from milesbatch.trajectories.schema import FileMetadata
+
+_WORKER = "evaluation-0"
+_POLL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a person asked for; what is None is as in the recipe."""
+
+    versions: tuple[int, ...] = ()
+    """These alone; empty: every ``every`` steps."""
+    every: int | None = None
+    prompts: Path | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    follow: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of it."""
+
+    asking: Asking
+    records: list[EvaluationRecord]
+    """By version, those that were there before included."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Version -> why it could not be evaluated."""
+
+
+@dataclass(slots=True)
+class _Story:
+    """Turns events into lines, and remembers what was skipped."""
+
+    say: Callable[[str], None]
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    def write(self, event: str, **fields: Any) -> None:
+        if event == "evaluation_started":
+            self.say(f"evaluating policy version {fields['version']}")
+        elif event == "evaluation_skipped":
+            self.skipped[fields["version"]] = fields["error"]
+            self.say(f"not evaluated: {fields['error']}")
+
+
+def evaluate_by_hand(
+    layout: RunLayout, wish: Wish, is_finished: Callable[[int], bool], say: Callable[[str], None]
+) -> Outcome:
+    """Evaluate what is asked for; with ``wish.follow`` until the run is finished, as ``is_finished`` says of so many steps.
+
+    Raises:
+        InputError: the run has not begun, a version is not published, or what is asked cannot be asked.
+        StorageError: something cannot be read or written.
+    """
+    story, made = _Story(say), _Made()
+    while True:
+        incarnations = read_incarnations(layout)
+        if not incarnations:
+            raise InputError(f"{layout.root} has not begun", mend="start it, then evaluate its policy versions")
+        newest = incarnations[-1].incarnation
+        run = open_run(layout, newest)
+        section = _wished(section_of(run.recipe, wish.prompts), wish)
+        due = wish.versions or due_versions(run.recipe.steps, section.every_steps)
+        with hold_from(layout, due[0]) as held:
+            asking = made.asking(run.recipe, section, wish)
+            evaluator = _evaluator(run, newest, asking, made, say)
+            if not wish.follow:
+                due = _published(evaluator, due, run, is_explicit=bool(wish.versions))
+            look = _Look(evaluator, layout, newest, lambda run=run: is_finished(run.recipe.steps), wish.follow)  # type: ignore[misc]
+            records = follow_versions(layout, evaluator, due, story, held, look.await_published)
+        if not look.was_started_again:
+            made.close()
+            return Outcome(asking, records, story.skipped)
+        say(f"incarnation {newest + 1} went on with the run")
+
+
+@dataclass(slots=True)
+class _Made:
+    """What takes long to make, kept when the run is started again."""
+
+    _asking: tuple[Evaluation, int, Asking] | None = None
+    engine: RolloutEngine | None = None
+
+    def asking(self, recipe: Recipe, section: Evaluation, wish: Wish) -> Asking:
+        if self._asking is None or self._asking[:2] != (section, recipe.steps):
+            name = OF_RECIPE if wish.prompts is None else wish.prompts.stem
+            self._asking = section, recipe.steps, open_asking(recipe, section, name)
+            self.close()
+        return self._asking[2]
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+
+@dataclass(slots=True)
+class _Look:
+    """Waits for versions that a running run publishes."""
+
+    evaluator: Evaluator
+    layout: RunLayout
+    incarnation: int
+    is_finished: Callable[[], bool]
+    waits: bool
+    was_started_again: bool = False
+
+    def await_published(self, version: int) -> bool:
+        while True:
+            is_over = not self.waits or self.is_finished()  # looked at first: what was published before it is then seen
+            if self.evaluator.published_digest(version) is not None:
+                return True
+            if self.layout.incarnation(self.incarnation + 1).exists():
+                self.was_started_again = self.waits
+                return False
+            if is_over:
+                return False
+            time.sleep(_POLL_S)
+
+
+def _wished(section: Evaluation, wish: Wish) -> Evaluation:
+    changes = {
+        "every_steps": wish.every,
+        "samples_per_prompt": wish.samples,
+        "temperature": wish.temperature,
+    }
+    said = {name: value for name, value in changes.items() if value is not None}
+    return Evaluation.model_validate({**section.model_dump(), **said}) if said else section
+
+
+def _published(evaluator: Evaluator, due: Sequence[int], run: OpenRun, *, is_explicit: bool) -> tuple[int, ...]:
+    found = tuple(version for version in due if evaluator.published_digest(version) is not None)
+    missing = sorted(set(due) - set(found))
+    if is_explicit and missing:
+        raise InputError(
+            f"policy version {missing[0]} of {run.layout.root} is not published",
+            mend="choose one that `milesbatch weights ls` shows, or wait for it with --follow",
+        )
+    return found
+
+
+def _evaluator(run: OpenRun, incarnation: int, asking: Asking, made: _Made, say: Callable[[str], None]) -> Evaluator:
+    from milesbatch.rollout.reaching import open_follower  # imports torch
+
+    def prepare() -> Generating:
+        generating = prepare_generating(run, asking, Recorder(_WORKER, incarnation), made.engine)
+        made.engine = generating.engine
+        return generating
+
+    follower = open_follower(run, incarnation, say)
+    return Evaluator(run.layout, asking, follower, FileMetadata.of_run(run.record), prepare)
