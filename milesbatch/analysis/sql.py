@@ -1,4 +1,4 @@
-"""SQL over a run's trajectories, groups, batch records and files, by DuckDB in memory.
+"""SQL over a run's trajectories, groups, batch records, files and evaluations, by DuckDB in memory.
 
 Owns the tables, the limits and the words of errors. Never lets a query read or write any file, change a setting, or
 see a variable of this process; what a large query spills goes to a temporary directory of its own. Invariant:
@@ -18,10 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from milesbatch.analysis.counted import step_table
+from milesbatch.analysis.evaluated import evaluation_table
 from milesbatch.analysis.scan import TrajectoryScan
 from milesbatch.errors import InputError, MilesbatchError, UsageError
 
-TABLES = ("trajectories", "groups", "batches", "files")
+TABLES = ("trajectories", "groups", "batches", "files", "evaluations")
 MEMORY = "2GB"
 _THREADS = min(os.cpu_count() or 1, 8)
 """Few: a login node is for many, and the files are read by one."""
@@ -104,7 +105,7 @@ class Tables:
 
 @contextmanager
 def open_tables(scan: TrajectoryScan, *, memory: str = MEMORY, threads: int = _THREADS) -> Iterator[Tables]:
-    """Tables ``trajectories``, ``groups``, ``batches`` and ``files`` of a run. ``memory`` as DuckDB spells it: ``2GB``.
+    """The ``TABLES`` of a run. ``memory`` as DuckDB spells it: ``2GB``.
 
     Raises:
         UsageError: DuckDB is not installed.
@@ -161,6 +162,7 @@ def _register(connection: Any, scan: TrajectoryScan) -> None:
     connection.register("groups", counted.table())
     connection.register("batches", step_table(counted.steps))
     connection.register("files", counted.file_table())
+    connection.register("evaluations", evaluation_table(counted.layout))
 
 
 def _lock(connection: Any, spill: str, memory: str, threads: int) -> None:

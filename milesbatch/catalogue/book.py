@@ -99,8 +99,9 @@ def _stamp(path: Path) -> str:
     """Changes with everything that an entry is read from."""
     layout = RunLayout(path)
     seen = []
-    for place in (layout.root, layout.incarnations, layout.events, layout.checkpoints, layout.jobs):
-        for item in (place, *(_listed(place) if place == layout.events else ())):
+    looked_into = (layout.events, layout.evaluations)
+    for place in (layout.root, layout.incarnations, layout.checkpoints, layout.jobs, *looked_into):
+        for item in (place, *(_listed(place) if place in looked_into else ())):
             try:
                 found = item.stat()
             except OSError:

@@ -17,6 +17,7 @@ from typing import Any
 
 from milesbatch.decisions.going_on import BY_HAND
 from milesbatch.errors import MilesbatchError
+from milesbatch.evaluation.reader import main_curve
 from milesbatch.recipe.dotted import dotted
 from milesbatch.records import IncarnationRecord
 from milesbatch.report.endings import CONTROLLER, Failure, controller_events, failure_of, last_word
@@ -65,6 +66,13 @@ class Entry:
     reward_last: float | None = None
     reward_best: float | None = None
     reward_best_step: int | None = None
+    eval_last: float | None = None
+    """Mean reward on held-out prompts, of the last evaluated policy version; see ``milesbatch evaluate``."""
+    eval_last_version: int | None = None
+    eval_best: float | None = None
+    eval_best_version: int | None = None
+    evaluations: int | None = None
+    """Evaluated versions on the same prompts."""
     lag_mean: float | None = None
     """Mean staleness over all steps, in policy versions."""
     failed_share: float | None = None
@@ -135,6 +143,7 @@ def _read(layout: RunLayout, path: str) -> Entry:
         step=max(steps, default=0),
         steps=run.recipe.steps,
         **_figures([event["metrics"] for event in steps.values()]),
+        **_evaluated(layout),
         replayed_steps=sum(bool(event.get("replayed")) for events in trained.values() for event in events),
         starts=tuple(_start(record, trained[record.incarnation]) for record in records[1:]),
         diagnosis_s=_diagnosis(layout, records),
@@ -190,6 +199,25 @@ def _figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "train_s": total("train_s"),
         "wait_s": total("wait_s"),
     }
+
+
+def _evaluated(layout: RunLayout) -> dict[str, Any]:
+    """The run's evaluations; empty when there are none."""
+    curve = main_curve(layout)
+    if curve is None:
+        return {}
+    last, best = curve.last, curve.best
+    return {
+        "eval_last": _rounded(last.figures.reward_mean),
+        "eval_last_version": last.version,
+        "eval_best": _rounded(best.figures.reward_mean),
+        "eval_best_version": best.version,
+        "evaluations": len(curve.points),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
 
 
 def _start(record: IncarnationRecord, trained: Sequence[Mapping[str, Any]]) -> Start:

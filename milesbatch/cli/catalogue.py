@@ -30,7 +30,8 @@ app = typer.Typer(no_args_is_help=True, help="All runs: list them, find some by 
 IN = typer.Option("--in", metavar="DIR", help="Also look for runs in this directory; may be given again.")
 InOption = Annotated[list[Path] | None, IN]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-_COLUMNS = ("state", "step", "reward", "lag", "failed", "went on", "begun")
+_EVALUATION = "evaluation"
+_COLUMNS = ("state", "step", "reward", _EVALUATION, "lag", "failed", "went on", "begun")
 _COLOURS = {"failed": "red", "lost": "yellow", "unreadable": "red", "finished": "green", "gone": "dim"}
 
 
@@ -95,9 +96,11 @@ def _show(entries: Sequence[Entry], as_json: bool) -> None:
         print("no run")
         return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    rows = [_row(entry) for entry in entries]
+    # A terminal is narrow: the column is there when a run has something to put into it.
+    columns = [name for name in _COLUMNS if name != _EVALUATION or any(entry.evaluations for entry in entries)]
+    rows = [_row(entry, columns) for entry in entries]
     table.add_column("run", overflow="fold")
-    for place, column in enumerate(_COLUMNS, start=1):  # a narrow terminal folds only the name
+    for place, column in enumerate(columns, start=1):  # a narrow terminal folds only the name
         table.add_column(column, no_wrap=True, min_width=max(len(column), *(len(row[place]) for row in rows)))
     for row in rows:
         table.add_row(*row)
@@ -110,18 +113,26 @@ def _show(entries: Sequence[Entry], as_json: bool) -> None:
         console.print(Text("went on: restarts that came to a new step, of all"))
 
 
-def _row(entry: Entry) -> list[Text]:
-    reward = "" if entry.reward_last is None else f"{entry.reward_first:.3f} → {entry.reward_last:.3f}"
-    return [
-        Text(_place(entry)),
-        Text(entry.state, style=_COLOURS.get(entry.state, "")),
-        Text(f"{entry.step}/{entry.steps}"),
-        Text(reward),
-        Text("" if entry.lag_mean is None else f"{entry.lag_mean:.2f}"),
-        Text("" if entry.failed_share is None else f"{entry.failed_share:.1%}"),
-        Text(f"{entry.recovered}/{len(entry.starts)}" if entry.starts else "0"),
-        Text((entry.created_at or "")[5:16].replace("T", " ")),
-    ]
+def _row(entry: Entry, columns: Sequence[str]) -> list[Text]:
+    cells = {
+        "state": Text(entry.state, style=_COLOURS.get(entry.state, "")),
+        "step": Text(f"{entry.step}/{entry.steps}"),
+        "reward": Text("" if entry.reward_last is None else f"{entry.reward_first:.3f} → {entry.reward_last:.3f}"),
+        _EVALUATION: Text(_evaluation(entry)),
+        "lag": Text("" if entry.lag_mean is None else f"{entry.lag_mean:.2f}"),
+        "failed": Text("" if entry.failed_share is None else f"{entry.failed_share:.1%}"),
+        "went on": Text(f"{entry.recovered}/{len(entry.starts)}" if entry.starts else "0"),
+        "begun": Text((entry.created_at or "")[5:16].replace("T", " ")),
+    }
+    return [Text(_place(entry)), *(cells[name] for name in columns)]
+
+
+def _evaluation(entry: Entry) -> str:
+    """The last one, and the best one where that is another."""
+    if entry.eval_last is None:
+        return ""
+    is_best = entry.eval_best is None or entry.eval_best == entry.eval_last
+    return f"{entry.eval_last:.3f}" + ("" if is_best else f" (best {entry.eval_best:.3f})")
 
 
 def _place(entry: Entry) -> str:

@@ -88,6 +88,8 @@ def _head(body: dict[str, Any]) -> list[Row]:
         )
         if len(body["rewards"]) > 1:
             found.append(("", sparkline(body["rewards"], _SPARKS)))
+    if body["evaluation"]:
+        found.append(("evaluation", _evaluation(body["evaluation"])))
     if disk := _disk(body):
         found.append(("disk", disk))
     if body["slurm"] not in (None, "answers"):

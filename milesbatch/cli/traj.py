@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from milesbatch.analysis.choose import Choice, choose_samples
+from milesbatch.analysis.evaluated import EvaluationLayout
 from milesbatch.analysis.listing import find_group, list_files, read_samples
 from milesbatch.analysis.scan import TrajectoryScan
 from milesbatch.analysis.statistics import run_statistics
 from milesbatch.cli import traj_compare, traj_export, traj_query
 from milesbatch.cli.conversation import Colour, TokenText, legend, print_sample, token_text
-from milesbatch.cli.traj_run import JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
+from milesbatch.cli.traj_run import EvaluationOption, JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
 from milesbatch.cli.traj_words import file_table, overall_document, print_overall, step_table
 from milesbatch.decisions.fates import Fate
 from milesbatch.errors import InputError, MilesbatchError, ModelError, UsageError
@@ -66,10 +67,11 @@ def show(
     median: Annotated[int | None, _number("--median", "with a reward in the middle")] = None,
     odd: Annotated[int | None, _number("--odd", "that stand out: failed, longest, shortest, cut off")] = None,
     colour: Annotated[Colour, typer.Option("--colour", "--color", help="What token colours say.")] = Colour.LOGPROB,
+    evaluation: EvaluationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read samples as conversations: a group, or those chosen by reward; tokens, rewards, policy versions, fate."""
-    scan = scan_of(run)
+    scan = scan_of(run, evaluation=evaluation)
     numbers = {"best": best or 0, "worst": worst or 0, "median": median or 0, "odd": odd or 0}
     wants_choice = step is not None or any(numbers.values())
     if (group is None) != wants_choice or (wants_choice and sample is not None):
@@ -101,7 +103,7 @@ def _show_group(scan: TrajectoryScan, group: int, sample: int | None, colour: Co
         print_json(document)
     else:
         console, spell = Console(), _spelling(layout, errors)
-        console.print(Text(f"group {group}: {located.fate or 'pending'}, in {located.path}"), soft_wrap=True)
+        console.print(Text(f"group {group}: {_fate_word(layout, located.fate)}, in {located.path}"), soft_wrap=True)
         for path in located.others:
             console.print(Text(f"may also be in {path}, which does not count"), soft_wrap=True)
         console.print(legend(colour))
@@ -136,10 +138,12 @@ def stats(
     as_json: JsonOption = False,
     overall: Annotated[bool, typer.Option("--overall", help="Only the whole run, not its steps.")] = False,
     show_all: AllOption = False,
+    evaluation: EvaluationOption = None,
     verify: VerifyOption = False,
 ) -> None:
     """Show rewards, lengths, ends, failures, staleness and speed, of the whole run and by train step."""
-    scan = scan_of(run, verify)
+    scan = scan_of(run, verify, evaluation)
+    overall = overall or evaluation is not None  # no step trains on an evaluation
     steps, whole = run_statistics(scan)
     if as_json:
         print_json(overall_document(whole) if overall else [_document(step) for step in steps])
@@ -162,6 +166,12 @@ def _spelling(layout: RunLayout, errors: list[MilesbatchError]) -> TokenText | N
 def _document(row: Any) -> dict[str, Any]:
     """A flat value as JSON; not ``asdict``, which copies what it holds, slowly."""
     return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+
+
+def _fate_word(layout: RunLayout, fate: Fate | None) -> str:
+    if isinstance(layout, EvaluationLayout):
+        return f"evaluation of policy version {layout.version}"
+    return str(fate or "pending")
 
 
 def _fate_document(group: int, fate: Fate | None) -> dict[str, Any]:

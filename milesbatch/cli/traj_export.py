@@ -21,7 +21,7 @@ from milesbatch.analysis.counted import FATES, PENDING, Counted
 from milesbatch.analysis.output import Format, check_free, format_of, write_batches
 from milesbatch.analysis.scan import COLUMNS, SCHEMA, TrajectoryScan
 from milesbatch.cli.traj_query import ForceOption
-from milesbatch.cli.traj_run import RunArgument, VerifyOption, end, scan_of
+from milesbatch.cli.traj_run import EvaluationOption, RunArgument, VerifyOption, end, scan_of
 from milesbatch.errors import UsageError
 
 _RANGE = re.compile(r"(?P<first>\d+)(-(?P<last>\d+))?")
@@ -49,13 +49,14 @@ def export(
     steps: Annotated[str | None, typer.Option("--steps", help="Only of these train steps: 3,10-20.")] = None,
     fate: Annotated[Fate | None, typer.Option("--fate", help="Only groups of this fate.")] = None,
     force: ForceOption = False,
+    evaluation: EvaluationOption = None,
     verify: VerifyOption = False,
 ) -> None:
     """Write the trajectories that count, with their fates, as Parquet, JSON lines, or a directory for `datasets`."""
     form = format_of(output, form)
     check_free(output, form, force=force)
     names = _columns(columns)
-    scan = scan_of(run, verify)
+    scan = scan_of(run, verify, evaluation)
     chosen = _groups(scan.counted, None if steps is None else _ranges(steps), fate)
     schema = pa.schema([SCHEMA.field(name) for name in names])
     title = scan.counted.layout.root.name

@@ -23,7 +23,7 @@ from milesbatch.analysis.output import Format, check_free, format_of, write_batc
 from milesbatch.analysis.plain import plain_rows
 from milesbatch.analysis.sql import MEMORY, Tables, open_tables, where_query
 from milesbatch.cli.conversation import Colour, legend, print_sample, token_text, visible
-from milesbatch.cli.traj_run import JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
+from milesbatch.cli.traj_run import EvaluationOption, JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
 from milesbatch.errors import UsageError
 
 SQL_EXAMPLE = (
@@ -56,16 +56,17 @@ def sql(
     force: ForceOption = False,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Most rows on the terminal.")] = _ROWS,
     memory: MemoryOption = MEMORY,
+    evaluation: EvaluationOption = None,
     verify: VerifyOption = False,
 ) -> None:
-    """Ask in SQL (DuckDB): tables trajectories, groups, batches and files; only what counts, each trajectory once."""
+    """Ask in SQL (DuckDB): tables trajectories, groups, batches, files, evaluations; only what counts, each trajectory once."""
     if as_json + as_csv + (output is not None) > 1:
         raise UsageError("one of --json, --csv and -o FILE", mend="leave the others out")
     if output is not None:
         form = format_of(output, form)
         check_free(output, form, force=force)
     text = sys.stdin.read() if query == "-" else query
-    scan = scan_of(run, verify)
+    scan = scan_of(run, verify, evaluation)
     with open_tables(scan, memory=memory) as tables:
         schema, batches = tables.batches(text)
         if output is not None and form is not None:
@@ -89,10 +90,11 @@ def find(
     colour: Annotated[Colour, typer.Option("--colour", "--color", help="What token colours say.")] = Colour.LOGPROB,
     as_json: JsonOption = False,
     memory: MemoryOption = MEMORY,
+    evaluation: EvaluationOption = None,
     verify: VerifyOption = False,
 ) -> None:
     """Find trajectories by a condition: one line each, or with --show as conversations."""
-    scan = scan_of(run, verify)
+    scan = scan_of(run, verify, evaluation)
     with open_tables(scan, memory=memory) as tables:
         number = _all(tables, *where_query("count(*) as number", where))[0]["number"]
         found = _all(tables, *where_query(_FOUND, where, f"order by {by} limit {limit}"))

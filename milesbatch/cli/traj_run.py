@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from milesbatch.analysis.counted import count_groups
+from milesbatch.analysis.evaluated import count_evaluation
 from milesbatch.analysis.scan import TrajectoryScan
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, MilesbatchError
@@ -19,11 +20,17 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 VerifyOption = Annotated[
     bool, typer.Option("--verify", help="Digest each file before it is used; without, only those up to 1 MiB.")
 ]
+EvaluationOption = Annotated[
+    int | None,
+    typer.Option("--evaluation", metavar="VERSION", min=0, help="Look at this policy version's evaluation instead."),
+]
 
 
-def scan_of(run: str, verify: bool = False) -> TrajectoryScan:
-    """The counted trajectories of a run."""
-    return TrajectoryScan(count_groups(find_run(run)), verify=verify)
+def scan_of(run: str, verify: bool = False, evaluation: int | None = None) -> TrajectoryScan:
+    """The counted trajectories of a run, or those of the evaluation of one of its policy versions."""
+    layout = find_run(run)
+    counted = count_groups(layout) if evaluation is None else count_evaluation(layout, evaluation)
+    return TrajectoryScan(counted, verify=verify)
 
 
 def print_json(document: object) -> None:

@@ -42,6 +42,12 @@ def _trained(event: Mapping[str, Any]) -> str:
     return f"step {event['step']}{again}: reward {figures['reward_mean']:.3f}, loss {figures.get('loss', 0.0):+.4f}"
 
 
+def _evaluated(event: Mapping[str, Any]) -> str:
+    reward = event["metrics"].get("eval/reward_mean")
+    result = "all failed" if reward is None else f"reward {reward:.3f}"
+    return f"policy version {event['version']} evaluated: {result}"
+
+
 _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "incarnation_started": _started,
     "process_started": lambda e: f"{e['name']} started, start {e['attempt']}, process {e['pid']}",
@@ -52,5 +58,8 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "finished": lambda e: f"finished after step {e['step']}",
     "failed": lambda e: f"failed: {' / '.join(str(e['error']).splitlines())}",
     "train_step": _trained,
+    "evaluation_committed": _evaluated,
+    "evaluation_skipped": lambda e: f"policy version {e['version']} was not evaluated: {e['error']}",
+    "evaluation_off": lambda e: f"evaluation is off for the rest of this start ({e['reason']}): {e['said']}",
     "checkpoint_committed": lambda e: f"checkpoint {e['step']} committed",
 }

@@ -27,7 +27,7 @@ class Source:
     name: str
     """``trainer-0``, ``controller-0``, or ``slurm-run-12`` for the output of a batch job."""
     role: str
-    """``controller``, ``trainer``, ``rollout``, ``tracking``."""
+    """``controller``, ``trainer``, ``rollout``, ``tracking``, ``evaluation``."""
     incarnation: int | None
     """None: lines of several incarnations may be in it."""
     job_id: str = ""

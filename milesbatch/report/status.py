@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.evaluation.reader import main_curve
 from milesbatch.jobs.order import submitted_recipe
 from milesbatch.records import CheckpointManifest, IncarnationRecord, WeightsManifest
 from milesbatch.report.condition import Condition, look
@@ -95,6 +96,7 @@ class StatusReader:
             "queue": _queue(live),
             "lag": {"mean": figures.get("lag_mean"), "max": figures.get("lag_max")},
             "reward_mean": figures.get("reward_mean"),
+            "evaluation": _evaluation(layout),
             "rewards": [event["metrics"]["reward_mean"] for event in recent],
             "disk_free_bytes": _disk_free(layout),
             "disk_bytes": disk.to_json() if disk else None,
@@ -161,6 +163,23 @@ def cause_of_restart(layout: RunLayout) -> str:
     if word["event"] == "failed":
         return f"it failed: {str(word.get('error', '')).splitlines()[0]}"
     return "more steps were asked for" if word["event"] == "finished" else stop_in_words(layout, incarnations[-1])
+
+
+def _evaluation(layout: RunLayout) -> dict[str, Any] | None:
+    """The last and the best on the same held-out prompts; None without any."""
+    curve = main_curve(layout)
+    if curve is None:
+        return None
+    last, best = curve.last, curve.best
+    return {
+        "version": last.version,
+        "reward_mean": last.figures.reward_mean,
+        "reward_std": last.figures.reward_std,
+        "at": last.started_at,
+        "best_version": best.version,
+        "best_reward_mean": best.figures.reward_mean,
+        "versions": len(curve.points),
+    }
 
 
 def _queue(live: dict[str, Any]) -> dict[str, int] | None:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from milesbatch.evaluation.reader import main_curve
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import read_incarnations
@@ -87,5 +88,16 @@ def summary_lines(layout: RunLayout) -> list[str]:
     return [
         f"steps trained: {events[-1]['step']}",
         f"mean reward: {first:.3f} over the first {few} steps, {last:.3f} over the last {few}",
+        *_evaluation_line(layout),
         f"weights digest of version {events[-1]['step']}: {events[-1]['weights_digest']}",
     ]
+
+
+def _evaluation_line(layout: RunLayout) -> list[str]:
+    curve = main_curve(layout)
+    if curve is None or curve.last.figures.reward_mean is None or curve.best.figures.reward_mean is None:
+        return []
+    first, last, best = curve.points[0], curve.last, curve.best
+    began = "" if first.figures.reward_mean is None else f"{first.figures.reward_mean:.3f} at version {first.version}, "
+    said = f"{began}{last.figures.reward_mean:.3f} at version {last.version}"
+    return [f"held-out reward: {said}; best {best.figures.reward_mean:.3f} at version {best.version}"]

@@ -2,6 +2,7 @@
 
     controller log ─> lives of processes (attempts)      trainer log ─> waiting, training, replaying, publishing, saving
                                                          worker log  ─> fetching weights, generating, waiting
+                                                     evaluator's log ─> evaluating
 
 Owns: what an event says about the time before it (events are written when something has ended, and say how long it took).
 Invariant: slices of one process and track never overlap, but for ``generating``, where several leases may be open. The page
@@ -16,11 +17,12 @@ from typing import Literal
 
 from milesbatch.report.endings import CONTROLLER
 from milesbatch.timeline.evidence import Evidence, Log, Timed
-from milesbatch.timeline.numbers import duration, whole
+from milesbatch.timeline.numbers import duration, number, whole
 
 Activity = Literal[
     "starting",
     "generating",
+    "evaluating",
     "weights",
     "waiting",
     "training",
@@ -31,7 +33,8 @@ Activity = Literal[
     "stopping",
 ]
 ACTIVITIES: tuple[Activity, ...] = (
-    "training", "replaying", "publishing", "generating", "weights", "checkpoint", "saving", "waiting", "starting", "stopping",
+    "training", "replaying", "publishing", "generating", "evaluating",
+    "weights", "checkpoint", "saving", "waiting", "starting", "stopping",
 )  # fmt: skip
 Track = Literal["work", "weights", "saving", "life"]
 _SHORTEST_WAIT_S = 0.001
@@ -88,6 +91,8 @@ def tell(evidence: Evidence) -> Story:
             slices += _controller(log, ends[log.incarnation])
         elif log.process.startswith("rollout-"):
             slices += _worker(log, own)
+        elif log.process.startswith("evaluation-"):
+            slices += _evaluator(log, own)
         else:
             slices += _trainer(log, own)
     slices.sort(key=lambda piece: (piece.start_s, piece.process, piece.end_s))
@@ -224,6 +229,20 @@ def _worker(log: Log, lives: Sequence[Life]) -> list[Slice]:
         Slice(log.process, log.incarnation, "work", "waiting", begin_s, end_s, "had no work") for begin_s, end_s in idle
     ]
     return start.slices + weights.slices + generating + waits
+
+
+def _evaluator(log: Log, lives: Sequence[Life]) -> list[Slice]:
+    line = _Line(log, "work")
+    for event in log.events:
+        if event.name == "ready":
+            line.add("starting", _starting(event, lives), event.at_s, "from its start until it could work")
+        elif event.name == "evaluation_committed":
+            begun_s = event.at_s - duration(event.body.get("seconds"))
+            figures = event.body.get("metrics")
+            reward = number(figures.get("eval/reward_mean")) if isinstance(figures, dict) else None
+            text = f"policy version {event.body.get('version')}" + ("" if reward is None else f": reward {reward:.3f}")
+            line.add("evaluating", begun_s, event.at_s, text)
+    return line.slices
 
 
 def gaps_between(busy: Iterable[tuple[float, float]], start_s: float, end_s: float) -> list[tuple[float, float]]:

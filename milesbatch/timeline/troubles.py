@@ -60,6 +60,12 @@ def _of_controller(log: Log, evidence: Evidence, story: Story) -> Iterator[Troub
         elif event.name == "guest_lost":
             text = "a worker of another job is silent; its work is handed out again"
             yield Trouble(event.at_s, log.incarnation, str(body.get("name")), "lost", text)
+        elif event.name == "evaluation_off":
+            said = str(body.get("said") or body.get("reason") or "")
+            text = "evaluation died too often, or cannot work, and is off for the rest of this start"
+            yield Trouble(
+                event.at_s, log.incarnation, "evaluation-0", "lost", text, said, "training went on without it"
+            )
         elif event.name == "stopping":
             is_stopping = True
             yield Trouble(event.at_s, log.incarnation, "run", "stopping", _stopping(body), then=_last_word(log))
@@ -167,6 +173,9 @@ _OF_ROLES: dict[str, Callable[[dict[str, Any]], tuple[Kind, str, str]]] = {
     "episodes_not_saved": lambda e: (
         "storage", f"unfinished episodes of block {e.get('block')} could not be saved: {e.get('error')}",
         "they are generated again",
+    ),
+    "evaluation_skipped": lambda e: (
+        "data", f"policy version {e.get('version')} was not evaluated: {e.get('error')}", "the next start tries again",
     ),
     "inflight_ignored": lambda e: (
         "data", f"saved episodes in {e.get('path')} were not continued: {e.get('reason')}", "they are generated again",

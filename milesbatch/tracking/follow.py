@@ -1,5 +1,6 @@
 """Follows the trainer's event logs and hands each step to a tracker once. The logs are the buffer: nothing is lost when
 the tracker was away, and steps that were logged before (by an earlier incarnation, or before a replay) are passed over.
+Evaluations on the recipe's own prompts are handed over too, each once, from their records, whoever made them.
 
 A tracker that has worked and then fails (a server that is down, a disk that is full) is opened again after a pause, for as long
 as the run goes on and a little longer; training hears nothing of it. One that never worked ends this process, so that the
@@ -21,6 +22,7 @@ from milesbatch.store.durable import make_directory
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
+from milesbatch.tracking.evaluations import EvaluationEntry, EvaluationWatch
 from milesbatch.tracking.last_report import attach_report, wants_report
 from milesbatch.tracking.machine import machine_figures
 
@@ -38,6 +40,12 @@ class Tracker(Protocol):
         """Newest step that was logged, by any incarnation; 0 for none. Steps after it may be logged in part."""
 
     def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None: ...
+
+    def evaluated(self) -> frozenset[int]:
+        """Policy versions whose evaluation was logged, by any incarnation."""
+
+    def log_evaluation(self, entry: EvaluationEntry) -> None:
+        """Log the metrics at the step that made the version, and the table as an artefact where the tracker has such."""
 
     def close(self, status: str) -> None:
         """``finished``, ``failed`` or ``stopped`` (to be continued)."""
@@ -100,6 +108,7 @@ def follow(
     """
     trainer = _Tail(layout, [("trainer-0", number) for number in range(1, incarnation + 1)])
     controller = _Tail(layout, [("controller-0", incarnation)])
+    evaluations = EvaluationWatch(layout)
     sink = _Sink(open_tracker)
     began_s = time.time()
     while True:
@@ -111,6 +120,8 @@ def follow(
             if event["event"] == "train_step":
                 is_new = time.time() - began_s > _POLL_S and not event.get("replayed")
                 sink.add(event, machine() if is_new else {})
+        for entry in evaluations.new():
+            sink.add_evaluation(entry)
         if sink.flush():
             return sink.ending
         time.sleep(_POLL_S)
@@ -124,7 +135,9 @@ class _Sink:
         self._tracker: Tracker | None = None
         self._has_worked = False
         self._logged = 0
+        self._evaluated: frozenset[int] = frozenset()
         self._pending: deque[tuple[dict[str, Any], dict[str, float]]] = deque()
+        self._evaluations: deque[EvaluationEntry] = deque()
         self._ending: str | None = None
         self._give_up_s = float("inf")
         self._next_try_s = 0.0
@@ -132,6 +145,9 @@ class _Sink:
 
     def add(self, event: dict[str, Any], more: dict[str, float]) -> None:
         self._pending.append((event, more))
+
+    def add_evaluation(self, entry: EvaluationEntry) -> None:
+        self._evaluations.append(entry)
 
     @property
     def ending(self) -> str:
@@ -150,7 +166,9 @@ class _Sink:
             if self._tracker is None:
                 self._tracker = self._open()
                 self._logged = self._tracker.last_step()
+                self._evaluated = self._tracker.evaluated()
                 self._has_worked = True
+            self._log_evaluations(self._tracker)
             while self._pending:
                 event, more = self._pending[0]
                 if event["step"] > self._logged:
@@ -165,11 +183,22 @@ class _Sink:
             self._failed(error)
             return False
 
+    def _log_evaluations(self, tracker: Tracker) -> None:
+        while self._evaluations:
+            entry = self._evaluations[0]
+            if entry.version not in self._evaluated:
+                tracker.log_evaluation(entry)
+                self._evaluated |= {entry.version}
+            self._evaluations.popleft()
+
     def _failed(self, error: StorageError) -> None:
         now_s = time.monotonic()
         if now_s > self._give_up_s or not self._has_worked:
             raise error
-        print(f"{len(self._pending)} steps wait: {error}", file=sys.stderr, flush=True)
+        waiting = f"{len(self._pending)} steps" + (
+            f", {len(self._evaluations)} evaluations" if self._evaluations else ""
+        )
+        print(f"{waiting} wait: {error}", file=sys.stderr, flush=True)
         self._tracker = None  # what it was in the middle of is not known
         self._next_try_s = min(now_s + self._pause_s, self._give_up_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -6,6 +6,7 @@ Source: https://mlflow.org/docs/latest/python_api/mlflow.client.html
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,20 @@ from milesbatch.cluster.context import limit_mlflow_waits
 from milesbatch.errors import StorageError
 from milesbatch.recipe.dotted import dotted
 from milesbatch.store.run import OpenRun
+from milesbatch.tracking.evaluations import EVALUATED, EvaluationEntry
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 RUN_TAG = "milesbatch.run_id"
 """By which the MLflow run of a run is found again."""
 _STEP_METRIC = "reward_mean"
+_TABLES_TAG = "mlflow.loggedArtifacts"
+"""By which MLflow's page finds tables. Source: MlflowClient.log_table, which appends where this replaces."""
 _LOCK_S = 10.0
 """How long another program may hold the database."""
 
 
 class MlflowTracker:
-    """Logs parameters once, metrics for each step, the recipe as an artefact."""
+    """Logs parameters once, metrics for each step and evaluation, the recipe and evaluation tables as artefacts."""
 
     def __init__(self, run: OpenRun, incarnation: int, uri: str) -> None:
         """Open the MLflow run of ``run``, or create it.
@@ -63,6 +67,29 @@ class MlflowTracker:
         batch = [Metric(name, float(metrics[name]), millis, step) for name in names]
         with using_store(self._uri):
             self._client.log_batch(self._run_id, metrics=batch)
+
+    def evaluated(self) -> frozenset[int]:
+        with using_store(self._uri):
+            history = self._client.get_metric_history(self._run_id, EVALUATED)
+        return frozenset(metric.step for metric in history)
+
+    def log_evaluation(self, entry: EvaluationEntry) -> None:
+        """The table comes first and the metric that :meth:`evaluated` looks at last; logged by half, it is logged again."""
+        from mlflow.entities import Metric
+
+        millis = int(datetime.fromisoformat(entry.at).timestamp() * 1000)
+        name = f"evaluations/version-{entry.version:06d}.json"
+        batch = [Metric(key, float(entry.metrics[key]), millis, entry.version) for key in entry.ordered_names()]
+        with using_store(self._uri):
+            self._client.log_dict(self._run_id, entry.table(), name)
+            self._name_table(name)
+            self._client.log_batch(self._run_id, metrics=batch)
+
+    def _name_table(self, name: str) -> None:
+        tags = self._client.get_run(self._run_id).data.tags
+        listed = json.loads(tags.get(_TABLES_TAG, "[]"))
+        if all(entry.get("path") != name for entry in listed):
+            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps([*listed, {"path": name, "type": "table"}]))
 
     def close(self, status: str) -> None:
         with using_store(self._uri):

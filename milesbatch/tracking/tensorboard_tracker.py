@@ -5,12 +5,14 @@ Source: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from milesbatch.errors import StorageError
 from milesbatch.store.durable import make_directory
+from milesbatch.tracking.evaluations import EVALUATED, EvaluationEntry
 
 _STEP_METRIC = "reward_mean"
 
@@ -28,7 +30,7 @@ class TensorboardTracker:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise _unusable(directory, error, "pip install 'milesbatch[tensorboard]', or set tracking.kind") from error
-        self._last = _last_step(directory)
+        self._last, self._evaluated = _logged(directory)
         try:
             self._writer: Any = EventFileWriter(str(directory))
         except OSError as error:
@@ -38,11 +40,19 @@ class TensorboardTracker:
         return self._last
 
     def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None:
+        # The metric that last_step looks at goes last: a step that was logged by half is logged again.
+        self._write(step, at, metrics, sorted(metrics, key=lambda name: (name == _STEP_METRIC, name)))
+
+    def evaluated(self) -> frozenset[int]:
+        return self._evaluated
+
+    def log_evaluation(self, entry: EvaluationEntry) -> None:
+        self._write(entry.version, entry.at, entry.metrics, entry.ordered_names())
+
+    def _write(self, step: int, at: str, metrics: Mapping[str, float], names: Sequence[str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # The metric that last_step looks at goes last: a step that was logged by half is logged again.
-        names = sorted(metrics, key=lambda name: (name == _STEP_METRIC, name))
         values = [Summary.Value(tag=name, simple_value=float(metrics[name])) for name in names]
         seconds = datetime.fromisoformat(at).timestamp()
         try:
@@ -58,16 +68,19 @@ class TensorboardTracker:
             raise _unusable(self._directory, error) from error
 
 
-def _last_step(directory: Path) -> int:
-    """Newest step of all event files; what is torn at the end of one is not counted."""
+def _logged(directory: Path) -> tuple[int, frozenset[int]]:
+    """Newest step, and all evaluated versions, of all event files; what is torn at the end of one is not counted."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    last = 0
+    last, evaluated = 0, set()
     for path in directory.glob("events.out.tfevents.*"):
         for event in EventFileLoader(str(path)).Load():
-            if any(value.tag == _STEP_METRIC for value in event.summary.value):
+            tags = {value.tag for value in event.summary.value}
+            if _STEP_METRIC in tags:
                 last = max(last, event.step)
-    return last
+            if EVALUATED in tags:
+                evaluated.add(int(event.step))
+    return last, frozenset(evaluated)
 
 
 def _unusable(place: Path, error: Exception, mend: str = "") -> StorageError:

@@ -2,13 +2,15 @@
 
 Its own files are beside the run, under ``RUN/tracking/wandb``. An offline run cannot be asked for its last step, so this
 keeps it in ``last-step``, some steps late: after a kill the last few steps are logged twice, never lost. W&B keeps the first.
+Which versions' evaluations were logged is kept in ``wandb-evaluations``.
 Source: https://docs.wandb.ai/ref/python/sdk/functions/init/
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from milesbatch.recipe.dotted import dotted
 from milesbatch.records import digest_bytes
 from milesbatch.store.durable import make_directory, read_optional, replace_hint
 from milesbatch.store.run import OpenRun
+from milesbatch.tracking.evaluations import EvaluationEntry
 
+_VERSION = "eval/version"
 _LATE = 20
 """Steps that wandb's own process may still have in memory."""
 
@@ -32,8 +36,10 @@ class WandbTracker:
         """
         make_directory(directory)
         self._marker = directory / "wandb-last-step"
+        self._evaluations = directory / "wandb-evaluations"
         said = read_optional(self._marker) or b"0"
-        self._last = int(said) if said.isdigit() else 0
+        self._last = self._newest = int(said) if said.isdigit() else 0
+        self._waiting: deque[EvaluationEntry] = deque()
         with _using(directory):
             import wandb
 
@@ -48,23 +54,52 @@ class WandbTracker:
                 config=dotted(run.recipe.model_dump(mode="json")),
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
+            # An evaluation comes when its version is some steps old: its curves have an axis of their own.
+            self._run.define_metric(_VERSION)
+            self._run.define_metric("eval/*", step_metric=_VERSION)
         self._directory = directory
 
     def last_step(self) -> int:
         return self._last
 
     def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None:
-        with _using(self._directory):
-            self._run.log(metrics, step=step)
+        entry = self._waiting.popleft() if self._waiting else None
+        self._log(step, metrics, entry)
         if step - _LATE > self._last:
             self._last = step - _LATE
             replace_hint(self._marker, str(self._last).encode())
 
+    def evaluated(self) -> frozenset[int]:
+        words = (read_optional(self._evaluations) or b"").split()
+        return frozenset(int(word) for word in words if word.isdigit())
+
+    def log_evaluation(self, entry: EvaluationEntry) -> None:
+        """W&B takes no row for a step that is over: an evaluation goes along with the next step, or after the last one."""
+        self._waiting.append(entry)
+
     def close(self, status: str) -> None:
+        """Evaluations that still wait when the run is only stopped are logged by the next start."""
+        last = self._newest
+        while self._waiting and status == "finished":
+            self._log(self._newest + 1, {}, self._waiting.popleft())
         with _using(self._directory):
-            last = int(self._run.step)
             self._run.finish(exit_code=1 if status == "failed" else 0)
         replace_hint(self._marker, str(last).encode())
+
+    def _log(self, step: int, metrics: Mapping[str, float], entry: EvaluationEntry | None) -> None:
+        with _using(self._directory):
+            self._run.log({**metrics, **(_row(entry) if entry is not None else {})}, step=step)
+        self._newest = step
+        if entry is not None:  # after it: killed between, it is logged twice
+            done = sorted({*self.evaluated(), entry.version})
+            replace_hint(self._evaluations, " ".join(map(str, done)).encode())
+
+
+def _row(entry: EvaluationEntry) -> dict[str, Any]:
+    import wandb
+
+    table = wandb.Table(columns=list(entry.columns), data=[list(row) for row in entry.rows])
+    return {_VERSION: entry.version, **entry.metrics, "eval/table": table}
 
 
 @contextlib.contextmanager

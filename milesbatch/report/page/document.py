@@ -19,6 +19,7 @@ from milesbatch import __version__
 from milesbatch.recipe.dotted import dotted
 from milesbatch.report.page import made, opening, told
 from milesbatch.report.page.charts import timeline
+from milesbatch.report.page.evaluations import evaluation_chart, evaluation_section
 from milesbatch.report.page.html import Html, joined, raw, safe_json, tag
 from milesbatch.report.page.jumps import find_jumps
 from milesbatch.report.page.lanes import Lanes, lay_lanes
@@ -44,6 +45,7 @@ def page(material: Material, library: str | None) -> str:
         ("reward", "Reward", joined([_reward_figure(), told.jump_table(jumps, every)])),
         ("faults", "Faults and restarts", told.trouble_table(material.troubles)),
         ("timeline", "Timeline", told.timeline_section(lanes, material.story)),
+        ("evaluation", "Evaluation", evaluation_section(material.evaluations)),
         ("curves", "Curves", _curves(panels, steps)),
         ("lag", "Lag and stale samples", _lag(material)),
         ("episodes", "Failed episodes", made.episode_section(material.experience)),
@@ -59,9 +61,11 @@ def page(material: Material, library: str | None) -> str:
     charts.append(made.lag_chart("chart-lag", material.experience.lag_tokens))
     weight_charts, versions = made.weights_charts("chart-bytes", "chart-times", material.versions)
     charts += weight_charts
+    evaluation, evaluations = evaluation_chart(material.evaluations)
+    charts += [evaluation] if evaluation is not None else []
     data = {
         "charts": charts,
-        "tables": {"steps": steps_table(steps), "versions": versions},
+        "tables": {"steps": steps_table(steps), "versions": versions, "evaluations": evaluations},
         "breaks": _breaks(steps),
         "timeline": _timeline_data(lanes),
     }

@@ -22,7 +22,7 @@ MOST_FINE = 40_000
 _PIECES = 200
 _LEAST_PART = 0.01
 RUN_LANE = "run"
-_ORDER = {"controller": 0, "trainer": 1, "rollout": 2}
+_ORDER = {"controller": 0, "trainer": 1, "rollout": 2, "evaluation": 3}
 _BAD = frozenset({"died", "failed", "lost", "storage"})
 
 
@@ -125,7 +125,7 @@ def _life_text(attempt: int, incarnation: int, host: str, ended: str) -> str:
 
 def _order(name: str) -> tuple[int, str, int]:
     role, _, index = name.rpartition("-")
-    return _ORDER.get(role, 3), role, int(index) if index.isdigit() else 0
+    return _ORDER.get(role, 4), role, int(index) if index.isdigit() else 0
 
 
 def _ms(at_s: float) -> int:

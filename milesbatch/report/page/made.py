@@ -172,6 +172,7 @@ def weights_charts(
                 "kind": "curve",
                 "table": "versions",
                 "x": "version",
+                "unit": " s",
                 "series": series,
                 "spec": spec,
             }

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 from milesbatch.audit.prove import audit_run
 from milesbatch.audit.verdict import Verdict
 from milesbatch.errors import MilesbatchError
+from milesbatch.evaluation.reader import Curve
 from milesbatch.records import IncarnationRecord
+from milesbatch.report.page.evaluations import read_curves
 from milesbatch.report.page.experience import Experience, look_at_experience
 from milesbatch.report.page.samples import Shown, read_chosen
 from milesbatch.report.page.versions import VersionRow, list_versions
@@ -43,6 +45,7 @@ class Material:
     experience: Experience
     samples: list[Shown]
     versions: list[VersionRow]
+    evaluations: list[Curve]
     recipe: str
     verdict: Verdict | None
     was_audited: bool
@@ -61,6 +64,8 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
     samples = read_chosen(experience, gaps)
     versions, unread = list_versions(layout, evidence)
     gaps += unread
+    evaluations, damaged = read_curves(layout)
+    gaps += damaged
     status = _attempt(lambda: run_status(layout), None, gaps)
     recipe = _attempt(lambda: read_optional(layout.recipe), None, gaps)
     if recipe is None:
@@ -80,6 +85,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
         experience=experience,
         samples=samples,
         versions=versions,
+        evaluations=evaluations,
         recipe=(recipe or b"").decode(errors="replace"),
         verdict=verdict,
         was_audited=with_audit,

@@ -197,7 +197,7 @@
       if (chart.table === "steps") { if (x !== at) setAt(x); return; }
       curve.view.signal("at", x).runAsync();
       const place = curve.xs.indexOf(x);
-      showTip(event, "version " + x + "\n" + chart.series.map((s) => s.label + " " + number(curve.table[s.column][place]) + " s").join("\n"));
+      showTip(event, "version " + x + "\n" + chart.series.map((s) => s.label + " " + number(curve.table[s.column][place]) + chart.unit).join("\n"));
     });
     element.addEventListener("pointerleave", () => { showTip(null, null); });
     if (element.tabIndex === 0) element.addEventListener("keydown", (event) => {

@@ -38,6 +38,7 @@ _ACTIVITY_WORDS = {
     "replaying": "replaying",
     "publishing": "publishing weights",
     "generating": "generating",
+    "evaluating": "evaluating",
     "weights": "fetching weights",
     "checkpoint": "standing still for a checkpoint",
     "saving": "saving a checkpoint",

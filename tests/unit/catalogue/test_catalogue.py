@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import make_run, past_incarnation
+from builders import evaluate_version, make_run, past_incarnation
 from typer.testing import CliRunner
 
 from milesbatch.catalogue import book
@@ -73,6 +73,26 @@ def test_what_is_read_from_a_run(tmp_path: Path) -> None:
     assert entry.rejected_groups is None, "nothing is behind it"
     assert entry.recipe["trainer.groups_per_step"] >= 1
     assert entry_from_json(json.loads(json.dumps(entry.to_json()))) == entry
+
+
+def test_evaluations_are_remembered_found_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = trained_run(tmp_path / "runs" / "asked")
+    trained_run(tmp_path / "runs" / "other")
+    monkeypatch.setenv("MILESBATCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MILESBATCH_CACHE", str(tmp_path / "cache"))
+    catalogue = Catalogue(tmp_path / "cache" / "catalogue.jsonl")
+    assert {entry.evaluations for entry in catalogue.refresh([tmp_path / "runs"])} == {None}
+    for version, rewards in ((0, (0.0, 0.0)), (2, (1.0, 0.5)), (4, (0.5, 0.5))):
+        evaluate_version(layout, version, rewards)
+    found = {entry.name: entry for entry in find(catalogue.refresh([tmp_path / "runs"]), ["eval_best>0.7"])}
+    (entry,) = found.values()
+    assert (entry.eval_last, entry.eval_last_version, entry.evaluations) == (0.5, 4, 3)
+    assert (entry.eval_best, entry.eval_best_version) == (0.75, 2)
+    assert compare([entry, B]).outcomes["eval_best"] == (0.75, None)
+    text = CliRunner().invoke(app, ["runs", "ls"]).stdout
+    assert "evaluation" in text and "0.500 (best 0.750)" in text
+    none = CliRunner().invoke(app, ["runs", "find", "eval_best=null"]).stdout
+    assert "evaluation" not in none
 
 
 def test_damage_is_an_entry_that_says_why(tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def crowded_body(tmp_path: Path) -> dict[str, Any]:
         },
         "reward_mean": 0.5,
         "rewards": [0.1, 0.5],
+        "evaluation": {
+            "version": 40,
+            "reward_mean": 0.25,
+            "reward_std": 0.4,
+            "at": AT,
+            "best_version": 30,
+            "best_reward_mean": 0.5,
+            "versions": 5,
+        },
         "unfinished_saved": 3,
         "queue": {"ready": 12, "stale": 3, "in_flight": 512, "leases": 128},
         "disk_bytes": {
@@ -124,6 +133,7 @@ def test_a_crowded_run_fits_a_small_terminal(tmp_path: Path) -> None:
         "rollout-0",
         "n9",
         "63 more",
+        "version 40: reward 0.250 on held-out prompts, best 0.500 (version 30)",
         "12 groups ready (3 stale), 512 in flight in 128 leases",
         "~1 TB: trajectories 100 GB, weights 800 GB, checkpoints 100 GB",
         "died",

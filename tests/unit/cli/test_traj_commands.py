@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
-from builders import commit_batch, flip, make_run, past_incarnation, write_groups
+from builders import commit_batch, evaluate_version, flip, make_run, past_incarnation, write_groups
 from typer.testing import CliRunner, Result
 
 from milesbatch.cli import traj
@@ -52,6 +52,30 @@ def flat(text: str) -> str:
 BY_STEP = (
     "select step, count(*) as n, avg(reward) as reward from trajectories where step > 0 group by step order by step"
 )
+
+
+# -- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_read_like_trajectories_and_not_among_them(run: RunLayout, tmp_path: Path) -> None:
+    before = json.loads(call("stats", run.root, "--overall", "--json").stdout)
+    evaluate_version(run, 2, (1.0, 0.0, 0.5))
+    assert json.loads(call("stats", run.root, "--overall", "--json").stdout) == before
+    whole = json.loads(call("stats", run.root, "--evaluation", 2, "--json").stdout)
+    assert (whole["trajectories"], whole["reward"]["mean"]) == (3, 0.5)
+    shown = call("show", run.root, 1, "--evaluation", 2, "--colour", "none").stdout
+    assert "evaluation of policy version 2" in flat(shown) and "pending" not in shown
+    best = json.loads(call("show", run.root, "--best", 1, "--evaluation", 2, "--json").stdout)
+    assert [(one["group_id"], one["sample"]["reward"]) for one in best] == [(0, 1.0)]
+    found = json.loads(call("find", run.root, "reward > 0.2", "--evaluation", 2, "--json").stdout)
+    assert found["found"] == 2
+    query = "select version, prompts, reward_mean from evaluations"
+    assert json.loads(call("sql", run.root, query, "--json").stdout) == [
+        {"version": 2, "prompts": 3, "reward_mean": 0.5}
+    ]
+    assert call("export", run.root, "-o", tmp_path / "e.parquet", "--evaluation", 2).exit_code == 0
+    assert parquet.read_table(tmp_path / "e.parquet").num_rows == 3
+    fails(InputError, "policy version 3 .* has not been evaluated", "stats", run.root, "--evaluation", 3)
 
 
 # -- sql --------------------------------------------------------------------------------------------------------------

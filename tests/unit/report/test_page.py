@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from builders import grow, make_layout, make_run, past_incarnation
+from builders import evaluate_version, flip, grow, make_layout, make_run, make_settings, past_incarnation
 from hostile_run import hostile_run, write_events
 from long_run import make_long_run
 from typer.testing import CliRunner
@@ -102,6 +102,24 @@ def test_all_sections_are_there_and_reachable(small: RunLayout) -> None:
     assert links[0] == "#main" and all(link[1:] in ids for link in links) and len(links) == 13
     words = reader.all_text()
     assert "sound" in words and "3 rebuilt" not in words and "policy version" in words.lower()
+
+
+def test_evaluations_have_a_curve_and_a_table(small: RunLayout) -> None:
+    assert "No policy version was evaluated" in Reader(made(small)).all_text()
+    evaluate_version(small, 0, (0.0, 0.25))
+    evaluate_version(small, 3, (1.0, 0.5), finish_reason="length")
+    evaluate_version(small, 3, (0.0, 0.0), name="<b>hard</b>", settings=make_settings(2, prompts=b"hard"))
+    reader = Reader(made(small, with_audit=True))
+    words = " ".join(reader.all_text().split())
+    assert "Best: version 3 with 0.75." in words and "Prompts of <b>hard</b>" in words and "100 %" in words
+    data = json.loads(next(text for where, text in reader.texts if where == "script" and text.startswith("{")))
+    assert data["tables"]["evaluations"] == {"version": [0, 3], "reward": [0.125, 0.75]}
+    (chart,) = [chart for chart in data["charts"] if chart["element"] == "chart-evaluation"]
+    assert (chart["table"], chart["x"]) == ("evaluations", "version")
+    assert any(element.get("id") == "chart-evaluation" for element in reader.named("div"))
+    record = evaluate_version(small, 1)
+    flip(small.evaluation_record(1, record.tag), 50)
+    assert f"evaluations/000001/{record.tag}.json" in Reader(made(small)).all_text(), "told among what is missing"
 
 
 def test_a_page_refers_to_nothing_outside(small: RunLayout) -> None:

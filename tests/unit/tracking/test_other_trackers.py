@@ -11,6 +11,7 @@ from test_follow_events import RECIPE, run, write_steps  # noqa: F401 - a fixtur
 from milesbatch.errors import StorageError
 from milesbatch.store.run import OpenRun
 from milesbatch.tracking import follow as following
+from milesbatch.tracking.evaluations import EvaluationEntry
 from milesbatch.tracking.follow import follow
 from milesbatch.tracking.machine import machine_figures
 from milesbatch.tracking.tensorboard_tracker import TensorboardTracker
@@ -58,6 +59,12 @@ class Flaky:
 
     def last_step(self) -> int:
         return max(self.steps, default=0)
+
+    def evaluated(self) -> frozenset[int]:
+        return frozenset()
+
+    def log_evaluation(self, entry: EvaluationEntry) -> None:
+        raise AssertionError("there is none")
 
     def log_step(self, step: int, at: str, metrics: dict[str, float]) -> None:
         if step == 3 and self.failures:
