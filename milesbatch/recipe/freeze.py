@@ -28,11 +28,11 @@ MAY_CHANGE: Final = (
     "rollout.workers",
     "rollout.lease_s",
     "weights.retire",
-    "environment.max_failed_share",
-    "environment.failed_window",
     "weights.transport",
     "weights.broadcast_timeout_s",
     "weights.broadcast_bucket_bytes",
+    "environment.max_failed_share",
+    "environment.failed_window",
 )
 """Fields that a continued run may change; a name that ends with a dot stands for its whole section."""
 

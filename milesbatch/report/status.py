@@ -98,9 +98,9 @@ class StatusReader:
             "reward_mean": figures.get("reward_mean"),
             "evaluation": _evaluation(layout),
             "rewards": [event["metrics"]["reward_mean"] for event in recent],
+            "broadcast": _broadcast(figures),
             "disk_free_bytes": _disk_free(layout),
             "disk_bytes": disk.to_json() if disk else None,
-            "broadcast": _broadcast(figures),
             "cause": condition.cause,
             "failure": condition.failure.to_json() if condition.failure else None,
             "waiting_for": live.get("waiting_for"),
@@ -190,6 +190,14 @@ def _queue(live: dict[str, Any]) -> dict[str, int] | None:
     return {name: int(live[said]) for name, said in names.items()}
 
 
+def _broadcast(figures: dict[str, Any]) -> dict[str, Any] | None:
+    """What the last step tells of the last broadcast of weights; None when there was none, or when it failed."""
+    names = {"receivers": "broadcast_receivers", "bytes": "broadcast_bytes", "groups": "broadcast_groups"}
+    if "broadcast_s" not in figures:
+        return None
+    return {"seconds": figures["broadcast_s"], **{name: int(figures[key]) for name, key in names.items()}}
+
+
 def _disk_free(layout: RunLayout) -> int | None:
     """What this user may still write where the run lies."""
     try:
@@ -207,14 +215,6 @@ def _restart(record: IncarnationRecord) -> dict[str, Any]:
         "job_id": record.job_id,
         "host": record.host,
     }
-
-
-def _broadcast(figures: dict[str, Any]) -> dict[str, Any] | None:
-    """What the last step tells of the last broadcast of weights; None when there was none, or when it failed."""
-    names = {"receivers": "broadcast_receivers", "bytes": "broadcast_bytes", "groups": "broadcast_groups"}
-    if "broadcast_s" not in figures:
-        return None
-    return {"seconds": figures["broadcast_s"], **{name: int(figures[key]) for name, key in names.items()}}
 
 
 def _last_step(layout: RunLayout, known: int) -> int:

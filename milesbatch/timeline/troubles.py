@@ -158,15 +158,15 @@ _OF_ROLES: dict[str, Callable[[dict[str, Any]], tuple[Kind, str, str]]] = {
     "weights_unreachable": lambda e: (
         "data", f"policy version {e.get('version')} cannot be rebuilt: {e.get('error')}", "it waits for it",
     ),
+    "broadcast_failed": lambda e: (
+        "data", f"policy version {e.get('version')} was not broadcast: {e.get('error')}", "workers read it from files",
+    ),
     "weights_mended": lambda e: (
         "data", f"policy versions {e.get('versions')} were asked for by a worker that could not rebuild them",
         "proven whole, or published again",
     ),
     "regenerating": lambda e: (
         "data", f"the trajectory file of groups {e.get('groups')} is lost", "they are generated again",
-    "broadcast_failed": lambda e: (
-        "data", f"policy version {e.get('version')} was not broadcast: {e.get('error')}", "workers read it from files",
-    ),
     ),
     "episodes_saved": lambda e: ("kept", f"unfinished episodes of block {e.get('block')} were saved", _amount(e)),
     "episodes_continued": lambda e: ("kept", f"saved episodes of block {e.get('block')} were continued", _amount(e)),
