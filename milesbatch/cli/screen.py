@@ -39,6 +39,8 @@ def screen(body: dict[str, Any], *, width: int | None = None, height: int | None
 def rows(body: dict[str, Any], most: int | None = None) -> list[Row]:
     """Label and text of each line, at most ``most`` of them."""
     head, lists = _head(body), _lists(body)
+    if most is not None and len(head) + len(lists) > most:
+        head = [row for row in head if row[0]]  # the curve: its last value stands in the row above
     if most is None:
         return [*head, *(row for _, found in lists for row in found)]
     shown: list[Row] = []
@@ -114,7 +116,7 @@ def _evaluation(found: dict[str, Any]) -> str:
     text = f"version {found['version']}: " + ("all episodes failed" if reward is None else f"reward {reward:.3f}")
     if best is None or found["best_version"] == found["version"]:
         return f"{text} on held-out prompts"
-    return f"{text} on held-out prompts, best {best:.3f} (version {found['best_version']})"
+    return f"{text}, held out; best {best:.3f} (version {found['best_version']})"
 
 
 def _queue(queue: dict[str, int]) -> str:

@@ -133,7 +133,7 @@ def test_a_crowded_run_fits_a_small_terminal(tmp_path: Path) -> None:
         "rollout-0",
         "n9",
         "63 more",
-        "version 40: reward 0.250 on held-out prompts, best 0.500 (version 30)",
+        "version 40: reward 0.250, held out; best 0.500 (version 30)",
         "12 groups ready (3 stale), 512 in flight in 128 leases",
         "~1 TB: trajectories 100 GB, weights 800 GB, checkpoints 100 GB",
         "died",
