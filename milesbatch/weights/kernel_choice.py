@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from milesbatch.weights.kernels import Elements, Kernels
+from milesbatch.weights.kernels import ClassChanges, Elements, Kernels
 from milesbatch.weights.kernels_native import NativeKernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
 
@@ -54,8 +54,7 @@ def _agree(tried: Kernels, trusted: Kernels) -> bool:
         for one, other in zip(*(scanner.changes() for scanner in scanners), strict=True):
             if not (np.array_equal(one.gaps, other.gaps) and np.array_equal(one.values, other.values)):
                 return False
-            parts = [(*kernels.split(one.values), *kernels.tokenise(one.gaps)) for kernels in (tried, trusted)]
-            if not all(np.array_equal(a, b) for a, b in zip(*parts, strict=True)):
+            if not _same_lists(tried, trusted, one):
                 return False
         applier = tried.applier(thresholds, scanners[1].changes())
         made = old.copy()
@@ -75,3 +74,22 @@ def _load() -> ctypes.CDLL | None:
             except OSError:
                 continue
     return None
+
+
+def _same_lists(tried: Kernels, trusted: Kernels, changes: ClassChanges) -> bool:
+    if not changes.gaps.size:
+        return True
+    one, other = tried.pack(changes), trusted.pack(changes)
+    if one.exceptions != other.exceptions or not np.array_equal(one.directions, other.directions):
+        return False
+    for mine, theirs in zip(one.numbers, other.numbers, strict=True):
+        for a, b in ((mine.plain, theirs.plain), (mine.others, theirs.others)):
+            if a is None or b is None:
+                if a is not b:
+                    return False
+            elif not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bits, b.bits)):
+                return False
+    found = tried.unpack(other, 2**32 - 1)
+    return (
+        found is not None and np.array_equal(found.gaps, changes.gaps) and np.array_equal(found.values, changes.values)
+    )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]
+Counts = NDArray[np.uint64]
 Elements = NDArray[np.unsignedinteger[Any]]
 """Flat unsigned elements of 1, 2 or 4 bytes: the bits of a tensor."""
 
@@ -33,6 +34,37 @@ class ClassChanges:
 
     gaps: Numbers
     values: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenList:
+    """Numbers below 2^32 as one token each (at most 127) and the bits that the tokens do not say, in whole bytes."""
+
+    tokens: Bytes
+    bits: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNumbers:
+    """One list of numbers: as it is, or, where most are 0, the zeros before each other number, and these others less 1."""
+
+    plain: TokenList
+    others: TokenList | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedClass:
+    """The changes of one class as lists that an entropy coder takes. Arrays of a kernel's ``pack`` are its own, until its next
+    one in the same thread."""
+
+    size: int
+    """Changes."""
+    exceptions: int
+    """How many of them are more than one unit in the last place; ``size + 1`` when these are so many that nothing is split."""
+    directions: Bytes
+    """A bit for each that is no exception: set for +1, clear for -1. Empty when nothing is split."""
+    numbers: tuple[PackedNumbers, ...]
+    """Gaps; then all values less 1, or else the gaps between exceptions, and the exceptions less 3."""
 
 
 class Scanner(Protocol):
@@ -67,28 +99,22 @@ class Kernels(Protocol):
 
     def applier(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> Applier: ...
 
-    def count(
-        self, before: Elements, after: Elements, run: int, stride: int
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
         """Elements, and changed elements, for each of the 256 values of the eight highest bits below the sign, among the first
         ``run`` elements of every ``stride``."""
         ...
 
-    def tokenise(self, numbers: Numbers) -> tuple[Bytes, Bytes]:
-        """Numbers below 2^32 as one token each (at most 127) and the bits that the tokens do not say."""
+    def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
+        """First keys of the second and later classes (at most ``most``), for the fewest bits: N H(K / N) for each class of N
+        elements with K changes, and ``bits_for_a_class``; each that was counted stands for ``weight`` elements."""
         ...
 
-    def detokenise(self, tokens: Bytes, bits: Bytes) -> tuple[Numbers, int] | None:
-        """Numbers, and how many bytes of ``bits`` they took; None when these are no tokens or there are too few bits."""
+    def pack(self, changes: ClassChanges) -> PackedClass:
+        """``changes`` has at least one."""
         ...
 
-    def split(self, values: Numbers) -> tuple[Bytes, Numbers, Numbers]:
-        """Zigzag values as: a bit for each 1 (clear) or 2 (set); for each other one the values before it since the last
-        such, and itself less 3."""
-        ...
-
-    def merge(self, bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) -> Numbers | None:
-        """The inverse, for ``num`` values of at most ``largest``; None when it is not one."""
+    def unpack(self, packed: PackedClass, largest: int) -> ClassChanges | None:
+        """The inverse, for values of at most ``largest``; None when this is nothing that :meth:`pack` gives."""
         ...
 
 

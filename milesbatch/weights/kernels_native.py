@@ -20,9 +20,13 @@ from milesbatch.weights.kernels import (
     Applier,
     Bytes,
     ClassChanges,
+    Counts,
     Elements,
     Numbers,
+    PackedClass,
+    PackedNumbers,
     Scanner,
+    TokenList,
     key_shift,
 )
 
@@ -45,9 +49,7 @@ class NativeKernels:
     def applier(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> Applier:
         return _NativeApplier(self._library, thresholds, changes)
 
-    def count(
-        self, before: Elements, after: Elements, run: int, stride: int
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
         elements, changes = np.zeros(NUM_KEYS, np.uint64), np.zeros(NUM_KEYS, np.uint64)
         self._library.steps_count(
             _int(before.itemsize), _at(before), _at(after), _size(before.size), _size(run), _size(stride),
@@ -55,32 +57,64 @@ class NativeKernels:
         )  # fmt: skip
         return elements, changes
 
-    def tokenise(self, numbers: Numbers) -> tuple[Bytes, Bytes]:
-        tokens, bits = np.empty(numbers.size, np.uint8), np.empty(4 * numbers.size + 8, np.uint8)
-        num_bits = self._library.steps_tokenise(_at(numbers), _size(numbers.size), _at(tokens), _at(bits))
-        return tokens, bits[: (num_bits + 7) // 8]
-
-    def detokenise(self, tokens: Bytes, bits: Bytes) -> tuple[Numbers, int] | None:
-        numbers = np.empty(tokens.size, np.uint32)
-        used = self._library.steps_detokenise(
-            _at(tokens), _size(tokens.size), _at(bits), _size(bits.size), _at(numbers)
+    def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
+        cuts = np.empty(MAX_THRESHOLDS, np.uint32)
+        num = self._library.steps_cut(
+            _at(elements),
+            _at(changes),
+            ctypes.c_double(weight),
+            ctypes.c_double(bits_for_a_class),
+            _int(most),
+            _at(cuts),
         )
-        return None if used < 0 else (numbers, (used + 7) // 8)
+        return cuts[:num]
 
-    def split(self, values: Numbers) -> tuple[Bytes, Numbers, Numbers]:
-        bits = np.zeros((values.size + 7) // 8, np.uint8)
-        gaps, rest = np.empty(values.size, np.uint32), np.empty(values.size, np.uint32)
-        num = self._library.steps_split(_at(values), _size(values.size), _at(bits), _at(gaps), _at(rest))
-        return bits[: (values.size - num + 7) // 8], gaps[:num], rest[:num]
+    def pack(self, changes: ClassChanges) -> PackedClass:
+        num = changes.gaps.size
+        numbers, tokens, bits, directions = self._scratch.packing(num)
+        packed = np.empty((3, 5), np.uint64)
+        exceptions = int(self._library.steps_pack(
+            _at(changes.gaps), _at(changes.values), _size(num), _at(numbers), _at(tokens), _at(bits), _at(directions),
+            _at(packed),
+        ))  # fmt: skip
+        reader = _Lists(tokens, bits)
+        used = 2 if exceptions > num else 3
+        lists = tuple(reader.numbers(*row) for row in packed[:used].tolist())
+        return PackedClass(num, exceptions, directions[: max(0, num - exceptions + 7) // 8], lists)
 
-    def merge(self, bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) -> Numbers | None:
-        if bits.size < (num - rest.size + 7) // 8 or rest.size > num:
-            return None
-        values = np.empty(num, np.uint32)
-        failed = self._library.steps_merge(
-            _at(bits), _size(num), _at(gaps), _at(rest), _size(rest.size), ctypes.c_uint32(largest), _at(values)
-        )
-        return None if failed else values
+    def unpack(self, packed: PackedClass, largest: int) -> ClassChanges | None:
+        num, rows, tokens, bits = packed.size, np.zeros((3, 5), np.uint64), [], []
+        for row, numbers in zip(rows, packed.numbers, strict=False):
+            lists = [numbers.plain] if numbers.others is None else [numbers.plain, numbers.others]
+            row[0] = len(lists) - 1
+            for column, each in enumerate(lists):
+                row[1 + 2 * column : 3 + 2 * column] = each.tokens.size, each.bits.size
+                tokens.append(each.tokens)
+                bits.append(each.bits)
+        all_tokens, all_bits = np.concatenate(tokens), np.concatenate(bits)
+        gaps, values, scratch = np.empty(num, np.uint32), np.empty(num, np.uint32), np.empty(4 * num, np.uint32)
+        failed = self._library.steps_unpack(
+            _at(rows), _size(num), _size(packed.exceptions), _at(all_tokens), _at(all_bits), _at(packed.directions),
+            ctypes.c_uint32(largest), _at(scratch), _at(gaps), _at(values),
+        )  # fmt: skip
+        return None if failed else ClassChanges(gaps, values)
+
+
+class _Lists:
+    """Takes lists from the front of what ``steps_pack`` wrote."""
+
+    def __init__(self, tokens: Bytes, bits: Bytes) -> None:
+        self._tokens, self._bits, self._token, self._bit = tokens, bits, 0, 0
+
+    def numbers(self, is_sparse: int, first: int, first_bytes: int, second: int, second_bytes: int) -> PackedNumbers:
+        plain = self._list(first, first_bytes)
+        return PackedNumbers(plain, self._list(second, second_bytes) if is_sparse else None)
+
+    def _list(self, num: int, num_bytes: int) -> TokenList:
+        found = TokenList(self._tokens[self._token : self._token + num], self._bits[self._bit : self._bit + num_bytes])
+        self._token += num
+        self._bit += num_bytes
+        return found
 
 
 class _NativeScanner:
@@ -126,6 +160,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._gaps = self._values = np.empty((0, 0), np.uint32)
+        self._packing = self._make(1 << 12)
 
     def lists(self, num_classes: int, capacity: int) -> tuple[Numbers, Numbers]:
         """Two arrays of shape [num_classes, capacity]. Pages that no scan touched take no memory."""
@@ -133,15 +168,27 @@ class _Scratch(threading.local):
             self._gaps, self._values = (np.empty((MAX_THRESHOLDS + 1, capacity), np.uint32) for _ in range(2))
         return self._gaps[:num_classes], self._values[:num_classes]
 
+    def packing(self, num: int) -> tuple[Numbers, Bytes, Bytes, Bytes]:
+        """Room for ``steps_pack`` of ``num`` changes: numbers, tokens, bits, directions."""
+        if self._packing[1].size < 3 * num:
+            self._packing = self._make(num)
+        return self._packing
+
+    @staticmethod
+    def _make(num: int) -> tuple[Numbers, Bytes, Bytes, Bytes]:
+        return (
+            np.empty(3 * num, np.uint32), np.empty(3 * num, np.uint8), np.empty(12 * num + 32, np.uint8),
+            np.empty(num // 8 + 1, np.uint8),
+        )  # fmt: skip
+
 
 _RESULTS: dict[str, Any] = {
     "steps_level": ctypes.c_int,
     "steps_scan": ctypes.c_int,
     "steps_apply": None,
-    "steps_tokenise": ctypes.c_uint64,
-    "steps_detokenise": ctypes.c_int64,
-    "steps_split": ctypes.c_uint64,
-    "steps_merge": ctypes.c_int,
+    "steps_cut": ctypes.c_int,
+    "steps_pack": ctypes.c_uint64,
+    "steps_unpack": ctypes.c_int,
     "steps_count": None,
 }
 _NEVER = 1 << 62

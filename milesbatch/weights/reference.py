@@ -98,17 +98,24 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
             if not count:
                 continue
             num_exceptions = reader.number()
+            bits = reader.take((max(0, count - num_exceptions) + 7) // 8)
             gaps = reader.numbers(count)
-            bits = reader.take((count - num_exceptions + 7) // 8)
+            if num_exceptions == count + 1:
+                steps = _unzigzag(reader.numbers(count) + 1)
+                _change(segment, members, gaps, steps)
+                continue
             exception_gaps = reader.numbers(num_exceptions)
             exceptions = reader.numbers(num_exceptions)
-            ranks = np.cumsum(gaps) + np.arange(count)
-            _check(int(ranks[-1]) < members.size, "a change behind the end of its class")
-            steps = _steps(count, bits, exception_gaps, exceptions)
-            segment[members[ranks]] += steps.astype(elements.dtype)  # modulo 2 to the width
+            _change(segment, members, gaps, _steps(count, bits, exception_gaps, exceptions))
         begin += size
     _check(reader.at == len(payload), "bytes behind the end")
     return elements.view(np.uint8)
+
+
+def _change(segment: Array, members: Array, gaps: Array, steps: Array) -> None:
+    ranks = np.cumsum(gaps) + np.arange(gaps.size)
+    _check(int(ranks[-1]) < members.size, "a change behind the end of its class")
+    segment[members[ranks]] += steps.astype(segment.dtype)  # modulo 2 to the width
 
 
 def _steps(count: int, bits: bytes, exception_gaps: Array, exceptions: Array) -> Array:
@@ -121,6 +128,10 @@ def _steps(count: int, bits: bytes, exception_gaps: Array, exceptions: Array) ->
     units = np.unpackbits(np.frombuffer(bits, np.uint8), count=count - exceptions.size, bitorder="little")
     zigzag[~is_exception] = 1 + units.astype(np.int64)
     zigzag[is_exception] = exceptions + 3
+    return _unzigzag(zigzag)
+
+
+def _unzigzag(zigzag: Array) -> Array:
     return np.where(zigzag % 2, -(zigzag + 1) // 2, zigzag // 2)
 
 
@@ -147,10 +158,24 @@ class _Reader:
             _check(shift < 63, "a number without end")
 
     def numbers(self, count: int) -> Array:
-        """``count`` numbers as tokens, and the bits that the tokens do not say."""
+        """``count`` numbers; where most are 0, only the others with their places."""
         if not count:
             return np.empty(0, np.int64)
-        stored = self.take(self.number())
+        length = self.number()
+        if length:
+            return self._plain(count, length)
+        numbers = np.zeros(count, np.int64)
+        num_others = self.number()
+        if num_others:
+            _check(num_others <= count, "more numbers than there are")
+            places = np.cumsum(self._plain(num_others, self.number())) + np.arange(num_others)
+            _check(int(places[-1]) < count, "a number behind the end of its list")
+            numbers[places] = self._plain(num_others, self.number()) + 1
+        return numbers
+
+    def _plain(self, count: int, length: int) -> Array:
+        """Tokens, and the bits that the tokens do not say."""
+        stored = self.take(length)
         if len(stored) < count:
             frame = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
             try:
@@ -164,6 +189,7 @@ class _Reader:
         exponent = np.where(tokens < 16, 0, 4 + (tokens - 16) // 4)
         num_bits = np.where(tokens < 16, 0, exponent - 2)
         total = int(num_bits.sum())
+        _check(self.number() == (total + 7) // 8, "bits of tokens")
         bits = np.unpackbits(np.frombuffer(self.take((total + 7) // 8), np.uint8), count=total, bitorder="little")
         numbers = np.where(tokens < 16, tokens, (4 + tokens % 4) << num_bits)
         at = 0

@@ -9,32 +9,38 @@
                                              const uint32_t *thresholds, int num, uint64_t *runs, uint64_t *counts,     \
                                              uint64_t capacity, uint32_t *gaps, uint32_t *values) {                     \
         const ELEMENT *before = before_, *after = after_;                                                               \
-        uint64_t reach[MAX_THRESHOLDS + 1], changed, total = 0;                                                         \
-        for (int c = 0; c <= num; c++) total += counts[c];                                                              \
+        uint64_t reach[MAX_THRESHOLDS + 1], run[MAX_THRESHOLDS + 1], count[MAX_THRESHOLDS + 1], changed, total = 0;     \
+        for (int c = 0; c <= num; c++) run[c] = runs[c], total += count[c] = counts[c];                                 \
         for (uint64_t begin = 0; begin < n; begin += 64) {                                                              \
             const unsigned size = n - begin < 64 ? (unsigned)(n - begin) : 64;                                          \
-            NAMED(masks, BITS, SET)(before + begin, after + begin, size, thresholds, num, &changed, reach);             \
+            const ELEMENT *old = before + begin, *new = after + begin;                                                  \
+            NAMED(masks, BITS, SET)(old, new, size, thresholds, num, &changed, reach);                                  \
             total += count_ones(changed);                                                                               \
             if (total > capacity) return 1;                                                                             \
             uint64_t members = first_bits(size);                                                                        \
             for (int c = 0; c <= num; c++) {                                                                            \
                 const uint64_t above = c < num ? reach[c] : 0;                                                          \
                 const uint64_t mine = members & ~above;                                                                 \
-                uint64_t left = changed & mine, run = runs[c];                                                          \
-                while (left) {                                                                                          \
-                    const unsigned place = lowest_one(left);                                                            \
-                    const uint64_t rank = count_ones(mine & first_bits(place));                                         \
-                    const ELEMENT step = (ELEMENT)(after[begin + place] - before[begin + place]);                       \
-                    const uint64_t at = (uint64_t)c * capacity + counts[c]++;                                           \
-                    gaps[at] = (uint32_t)(run + rank);                                                                  \
-                    values[at] = ZIGZAG(step, BITS, ELEMENT);                                                           \
-                    run = (uint64_t)0 - (rank + 1);                                                                     \
-                    left &= left - 1;                                                                                   \
+                uint64_t left = changed & mine, since = run[c];                                                         \
+                if (left) {                                                                                             \
+                    uint32_t *gap = gaps + (uint64_t)c * capacity, *value = values + (uint64_t)c * capacity;            \
+                    uint64_t k = count[c];                                                                              \
+                    do {                                                                                                \
+                        const unsigned place = lowest_one(left);                                                        \
+                        const uint64_t rank = count_ones(mine & ((UINT64_C(1) << place) - 1));                          \
+                        const ELEMENT step = (ELEMENT)(new[place] - old[place]);                                        \
+                        gap[k] = (uint32_t)(since + rank);                                                              \
+                        value[k++] = ZIGZAG(step, BITS, ELEMENT);                                                       \
+                        since = (uint64_t)0 - (rank + 1);                                                               \
+                        left &= left - 1;                                                                               \
+                    } while (left);                                                                                     \
+                    count[c] = k;                                                                                       \
                 }                                                                                                       \
-                runs[c] = run + count_ones(mine);                                                                       \
+                run[c] = since + count_ones(mine);                                                                      \
                 members = above;                                                                                        \
             }                                                                                                           \
         }                                                                                                               \
+        for (int c = 0; c <= num; c++) runs[c] = run[c], counts[c] = count[c];                                          \
         return 0;                                                                                                       \
     }                                                                                                                   \
                                                                                                                         \
@@ -42,24 +48,32 @@
                                                uint64_t *ahead, uint64_t *cursors, const uint64_t *ends,                \
                                                const uint32_t *gaps, const uint32_t *values) {                          \
         ELEMENT *elements = elements_;                                                                                  \
-        uint64_t reach[MAX_THRESHOLDS + 1], changed;                                                                    \
+        uint64_t reach[MAX_THRESHOLDS + 1], next[MAX_THRESHOLDS + 1], changed;                                          \
+        for (int c = 0; c <= num; c++) next[c] = ahead[c];                                                              \
         for (uint64_t begin = 0; begin < n; begin += 64) {                                                              \
             const unsigned size = n - begin < 64 ? (unsigned)(n - begin) : 64;                                          \
-            NAMED(masks, BITS, SET)(elements + begin, 0, size, thresholds, num, &changed, reach);                       \
+            ELEMENT *block = elements + begin;                                                                          \
+            NAMED(masks, BITS, SET)(block, 0, size, thresholds, num, &changed, reach);                                  \
             uint64_t members = first_bits(size);                                                                        \
             for (int c = 0; c <= num; c++) {                                                                            \
                 const uint64_t above = c < num ? reach[c] : 0;                                                          \
                 const uint64_t mine = members & ~above, total = count_ones(mine);                                       \
-                uint64_t next = ahead[c];                                                                               \
-                while (next < total) {                                                                                  \
-                    ELEMENT *element = elements + begin + SELECT(mine, next);                                           \
-                    *element = (ELEMENT)(*element + UNZIGZAG((ELEMENT)values[cursors[c]], ELEMENT));                    \
-                    next += ++cursors[c] < ends[c] ? (uint64_t)gaps[cursors[c]] + 1 : NEVER;                            \
+                uint64_t rank = next[c];                                                                                \
+                if (rank < total) {                                                                                     \
+                    uint64_t k = cursors[c];                                                                            \
+                    const uint64_t end = ends[c];                                                                       \
+                    do {                                                                                                \
+                        ELEMENT *element = block + SELECT(mine, rank);                                                  \
+                        *element = (ELEMENT)(*element + UNZIGZAG((ELEMENT)values[k], ELEMENT));                         \
+                        rank += ++k < end ? (uint64_t)gaps[k] + 1 : NEVER;                                              \
+                    } while (rank < total);                                                                             \
+                    cursors[c] = k;                                                                                     \
                 }                                                                                                       \
-                ahead[c] = next - total;                                                                                \
+                next[c] = rank - total;                                                                                 \
                 members = above;                                                                                        \
             }                                                                                                           \
         }                                                                                                               \
+        for (int c = 0; c <= num; c++) ahead[c] = next[c];                                                              \
     }                                                                                                                   \
                                                                                                                         \
     TARGET static int NAMED(scan, BITS, SET)(const void *before, const void *after, uint64_t n, const uint32_t *thresholds, \
@@ -70,6 +84,7 @@
         case 1: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 1, runs, counts, capacity, gaps, values); \
         case 2: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 2, runs, counts, capacity, gaps, values); \
         case 3: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 3, runs, counts, capacity, gaps, values); \
+        case 4: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 4, runs, counts, capacity, gaps, values); \
         default: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, num, runs, counts, capacity, gaps, values); \
         }                                                                                                               \
     }                                                                                                                   \
@@ -82,6 +97,7 @@
         case 1: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 1, ahead, cursors, ends, gaps, values); break;      \
         case 2: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 2, ahead, cursors, ends, gaps, values); break;      \
         case 3: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 3, ahead, cursors, ends, gaps, values); break;      \
+        case 4: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 4, ahead, cursors, ends, gaps, values); break;      \
         default: NAMED(apply_by, BITS, SET)(elements, n, thresholds, num, ahead, cursors, ends, gaps, values); break;   \
         }                                                                                                               \
     }

@@ -8,6 +8,7 @@
  * No input can make a loop leave its arrays: a position is always one of the bits of a block's mask.
  */
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -37,6 +38,26 @@ static inline unsigned select_portable(uint64_t mask, uint64_t rank) {
 }
 
 static inline uint64_t first_bits(uint64_t n) { return n >= 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1; }
+
+static inline uint64_t load_some(const uint8_t *from, uint64_t bytes) {
+    uint64_t word = 0;
+    for (uint64_t i = 0; i < bytes; i++) word |= (uint64_t)from[i] << (8 * i);
+    return word;
+}
+
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+static inline uint64_t load_u64(const uint8_t *from) {
+    uint64_t word;
+    memcpy(&word, from, 8);
+    return word;
+}
+static inline void store_u64(uint8_t *to, uint64_t word) { memcpy(to, &word, 8); }
+#else
+static inline uint64_t load_u64(const uint8_t *from) { return load_some(from, 8); }
+static inline void store_u64(uint8_t *to, uint64_t word) {
+    for (int i = 0; i < 8; i++) to[i] = (uint8_t)(word >> (8 * i));
+}
+#endif
 
 /* Difference as a number: 2, 4, 6, ... for +1, +2, +3; 1, 3, 5, ... for -1, -2, -3 (in the width of the element). */
 #define ZIGZAG(step, bits, word) ((word)((word)((step) << 1) ^ (word)(0 - (word)((step) >> ((bits) - 1)))))
@@ -211,51 +232,41 @@ void steps_apply(int bytes, void *elements, uint64_t n, const uint32_t *threshol
 /* ---- numbers as tokens and bits -------------------------------------------------------------------------------------- */
 
 /* Below 16: the token is the number. Above: 4 tokens for each power of two, the bits below the two after the leading one apart,
- * lowest first. Returns how many bits were written; `bits` has room for 4 bytes a number and 8 more. */
-uint64_t steps_tokenise(const uint32_t *numbers, uint64_t n, uint8_t *tokens, uint8_t *bits) {
+ * lowest first. Without branches, as nothing about the next number can be predicted. Returns how many bits were written;
+ * `bits` has room for 4 bytes a number and 8 more, all of which may be written to. */
+static uint64_t tokenise(const uint32_t *numbers, uint64_t n, uint8_t *tokens, uint8_t *bits) {
     uint64_t pool = 0, total = 0;
     unsigned held = 0;
     for (uint64_t i = 0; i < n; i++) {
         const uint32_t number = numbers[i];
-        if (number < 16) {
-            tokens[i] = (uint8_t)number;
-            continue;
-        }
-        const unsigned width = 31u - (unsigned)__builtin_clz(number), low = width - 2;
-        tokens[i] = (uint8_t)(16 + (width - 4) * 4 + ((number >> low) & 3));
-        pool |= (uint64_t)(number & ((1u << low) - 1)) << held;
+        const unsigned width = 31u - (unsigned)__builtin_clz(number | 1u);
+        const int is_small = number < 16;
+        const unsigned low = is_small ? 0 : width - 2;
+        const unsigned large = 16 + (width - 4) * 4 + ((number >> low) & 3);
+        tokens[i] = (uint8_t)(is_small ? number : large);
+        pool |= (number & ((UINT64_C(1) << low) - 1)) << held;
         held += low;
         total += low;
-        while (held >= 8) {
-            *bits++ = (uint8_t)pool;
-            pool >>= 8;
-            held -= 8;
-        }
+        store_u64(bits, pool);
+        bits += held >> 3;
+        pool >>= held & ~7u;
+        held &= 7;
     }
-    if (held) *bits = (uint8_t)pool;
     return total;
 }
 
-/* The inverse. Returns bits used; -1 when a token is none of steps_tokenise's or there are too few bits. */
-int64_t steps_detokenise(const uint8_t *tokens, uint64_t n, const uint8_t *bits, uint64_t num_bytes, uint32_t *numbers) {
-    uint64_t pool = 0, taken = 0, used = 0;
-    unsigned held = 0;
+/* The inverse. Returns bits used; -1 when a token is none of tokenise's or there are too few bits. */
+static int64_t detokenise(const uint8_t *tokens, uint64_t n, const uint8_t *bits, uint64_t num_bytes, uint32_t *numbers) {
+    uint64_t used = 0;
     for (uint64_t i = 0; i < n; i++) {
         const unsigned token = tokens[i];
-        if (token < 16) {
-            numbers[i] = token;
-            continue;
-        }
-        if (token > 127) return -1;
-        const unsigned width = (token - 16) / 4 + 4, low = width - 2;
-        while (held < low) {
-            if (taken == num_bytes) return -1;
-            pool |= (uint64_t)bits[taken++] << held;
-            held += 8;
-        }
-        numbers[i] = (1u << width) | ((token & 3u) << low) | (uint32_t)(pool & ((UINT64_C(1) << low) - 1));
-        pool >>= low;
-        held -= low;
+        const int is_small = token < 16;
+        const unsigned width = is_small ? 0 : (token - 16) / 4 + 4, low = is_small ? 0 : width - 2;
+        if (token > 127 || used + low > 8 * num_bytes) return -1;
+        const uint64_t at = used >> 3;
+        const uint64_t pool = (at + 8 <= num_bytes ? load_u64(bits + at) : load_some(bits + at, num_bytes - at)) >> (used & 7);
+        const uint32_t large = (uint32_t)((4u + (token & 3u)) << low | (pool & ((UINT64_C(1) << low) - 1)));
+        numbers[i] = is_small ? token : large;
         used += low;
     }
     return (int64_t)used;
@@ -265,7 +276,7 @@ int64_t steps_detokenise(const uint8_t *tokens, uint64_t n, const uint8_t *bits,
 
 /* values (zigzag, never 0): 1 and 2 become one bit each; others go to the exceptions with the count of values since the last one.
  * `bits` is zeroed by the caller, (n + 7) / 8 bytes. Returns the number of exceptions. */
-uint64_t steps_split(const uint32_t *values, uint64_t n, uint8_t *bits, uint32_t *gaps, uint32_t *rest) {
+static uint64_t steps_split(const uint32_t *values, uint64_t n, uint8_t *bits, uint32_t *gaps, uint32_t *rest) {
     uint64_t exceptions = 0, last = 0, bit = 0;
     for (uint64_t i = 0; i < n; i++) {
         const uint32_t value = values[i];
@@ -282,7 +293,7 @@ uint64_t steps_split(const uint32_t *values, uint64_t n, uint8_t *bits, uint32_t
 }
 
 /* The inverse. Returns 0, or -1 when an exception lies beyond the n values, or is no value of this width. */
-int steps_merge(const uint8_t *bits, uint64_t n, const uint32_t *gaps, const uint32_t *rest, uint64_t exceptions,
+static int steps_merge(const uint8_t *bits, uint64_t n, const uint32_t *gaps, const uint32_t *rest, uint64_t exceptions,
                 uint32_t largest, uint32_t *values) {
     uint64_t i = 0, bit = 0;
     for (uint64_t e = 0; e < exceptions; e++) {
@@ -293,6 +304,161 @@ int steps_merge(const uint8_t *bits, uint64_t n, const uint32_t *gaps, const uin
     }
     for (; i < n; i++, bit++) values[i] = 1u + ((bits[bit >> 3] >> (bit & 7)) & 1u);
     return 0;
+}
+
+/* ---- one class of a segment, as lists ----------------------------------------------------------------------------------- */
+
+/* One list of numbers: as it is, or, where most are 0, the zeros before each other one and these others less 1. */
+typedef struct {
+    uint64_t is_sparse, first, first_bytes, second, second_bytes; /* tokens, and bytes of bits, of the one or two lists */
+} packed_numbers;
+
+typedef struct {
+    uint8_t *tokens, *bits;
+    uint32_t *scratch;
+} packing;
+
+static uint64_t pack_plain(packing *to, const uint32_t *numbers, uint64_t n) {
+    const uint64_t bytes = (tokenise(numbers, n, to->tokens, to->bits) + 7) / 8;
+    to->tokens += n;
+    to->bits += bytes;
+    return bytes;
+}
+
+static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n, packed_numbers *packed) {
+    uint64_t others = 0;
+    for (uint64_t i = 0; i < n; i++) others += numbers[i] != 0;
+    memset(packed, 0, sizeof *packed);
+    packed->first = n;
+    if (n == 0 || 2 * others >= n) {
+        packed->first_bytes = pack_plain(to, numbers, n);
+        return;
+    }
+    uint32_t *gaps = to->scratch, *rest = gaps + others;
+    uint64_t last = 0, k = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        if (!numbers[i]) continue;
+        gaps[k] = (uint32_t)(i - last);
+        rest[k++] = numbers[i] - 1;
+        last = i + 1;
+    }
+    packed->is_sparse = 1;
+    packed->first = packed->second = others;
+    packed->first_bytes = pack_plain(to, gaps, others);
+    packed->second_bytes = pack_plain(to, rest, others);
+}
+
+/* The changes of one class as lists: gaps; then either all values less 1, when most are more than one unit (`directions` is
+ * then unused, and n + 1 returned), or the directions as bits, gaps of exceptions and exceptions less 3 (returns how many).
+ * `numbers`: 3n for scratch. `tokens`: 3n, `bits`: 12n + 32, `directions`: (n + 7) / 8, zeroed here. `packed`: three. */
+uint64_t steps_pack(const uint32_t *gaps, const uint32_t *values, uint64_t n, uint32_t *numbers, uint8_t *tokens,
+                    uint8_t *bits, uint8_t *directions, packed_numbers *packed) {
+    packing to = {tokens, bits, numbers + 2 * n};
+    uint64_t exceptions = 0;
+    for (uint64_t i = 0; i < n; i++) exceptions += values[i] > 2;
+    pack_numbers(&to, gaps, n, packed);
+    memset(packed + 1, 0, 2 * sizeof *packed);
+    if (2 * exceptions > n) {
+        for (uint64_t i = 0; i < n; i++) numbers[i] = values[i] - 1;
+        pack_numbers(&to, numbers, n, packed + 1);
+        return n + 1;
+    }
+    memset(directions, 0, (n + 7) / 8);
+    steps_split(values, n, directions, numbers, numbers + n);
+    pack_numbers(&to, numbers, exceptions, packed + 1);
+    pack_numbers(&to, numbers + n, exceptions, packed + 2);
+    return exceptions;
+}
+
+static int unpack_plain(const uint8_t *tokens, uint64_t n, const uint8_t *bits, uint64_t bytes, uint32_t *numbers) {
+    const int64_t used = detokenise(tokens, n, bits, bytes, numbers);
+    return used < 0 || (uint64_t)(used + 7) / 8 != bytes;
+}
+
+/* The inverse of pack_numbers, from lists that follow each other; -1 when they are none. */
+static int unpack_numbers(const packed_numbers *packed, uint64_t n, const uint8_t **tokens, const uint8_t **bits,
+                          uint32_t *scratch, uint32_t *numbers) {
+    uint32_t *first = packed->is_sparse ? scratch : numbers;
+    if (unpack_plain(*tokens, packed->first, *bits, packed->first_bytes, first)) return -1;
+    *tokens += packed->first;
+    *bits += packed->first_bytes;
+    if (!packed->is_sparse) return 0;
+    uint32_t *second = scratch + packed->first;
+    if (unpack_plain(*tokens, packed->second, *bits, packed->second_bytes, second)) return -1;
+    *tokens += packed->second;
+    *bits += packed->second_bytes;
+    memset(numbers, 0, n * sizeof *numbers);
+    uint64_t place = 0;
+    for (uint64_t k = 0; k < packed->first; k++, place++) {
+        place += first[k];
+        if (place >= n) return -1;
+        numbers[place] = second[k] + 1;
+    }
+    return 0;
+}
+
+/* The inverse of steps_pack. The caller has made sure that the lists have the sizes that `packed`, n and `exceptions` say.
+ * `scratch`: 4n. Returns -1 when something is no list of steps_pack for elements of at most `largest`. */
+int steps_unpack(const packed_numbers *packed, uint64_t n, uint64_t exceptions, const uint8_t *tokens, const uint8_t *bits,
+                 const uint8_t *directions, uint32_t largest, uint32_t *scratch, uint32_t *gaps, uint32_t *values) {
+    if (unpack_numbers(packed, n, &tokens, &bits, scratch, gaps)) return -1;
+    if (exceptions == n + 1) {
+        if (unpack_numbers(packed + 1, n, &tokens, &bits, scratch, values)) return -1;
+        for (uint64_t i = 0; i < n; i++) {
+            if (values[i] >= largest) return -1;
+            values[i]++;
+        }
+        return 0;
+    }
+    uint32_t *places = scratch + 2 * n, *rest = places + n;
+    if (unpack_numbers(packed + 1, exceptions, &tokens, &bits, scratch, places)) return -1;
+    if (unpack_numbers(packed + 2, exceptions, &tokens, &bits, scratch, rest)) return -1;
+    return steps_merge(directions, n, places, rest, exceptions, largest, values);
+}
+
+/* ---- where classes begin ---------------------------------------------------------------------------------------------- */
+
+static double entropy_bits(double n, double k) {
+    double share = (k + 0.5) / (n + 1.0);
+    return -(k * log2(share) + (n - k) * log2(1 - share));
+}
+
+/* First keys (of 256) of the second and later classes, so that positions and classes cost the fewest bits; returns how many, at
+ * most `most`. `weight`: elements of the tensor for each that was counted. Dynamic programming over the keys that occur. */
+int steps_cut(const uint64_t *elements, const uint64_t *changes, double weight, double bits_for_a_class, int most,
+              uint32_t *cuts) {
+    double total_n[257] = {0}, total_k[257] = {0}, best[MAX_THRESHOLDS + 1][257];
+    int keys[256], from[MAX_THRESHOLDS + 1][257], num = 0;
+    for (int key = 0; key < 256; key++) {
+        if (!elements[key]) continue;
+        keys[num] = key;
+        total_n[num + 1] = total_n[num] + weight * (double)elements[key];
+        total_k[num + 1] = total_k[num] + weight * (double)changes[key];
+        num++;
+    }
+    if (num == 0 || total_k[num] == 0) return 0;
+    double cost[num][num + 1]; /* of one class that holds the keys from begin up to, without, end */
+    for (int begin = 0; begin < num; begin++)
+        for (int end = begin + 1; end <= num; end++)
+            cost[begin][end] = bits_for_a_class +
+                               entropy_bits(total_n[end] - total_n[begin], total_k[end] - total_k[begin]);
+    int classes = 0;
+    for (int end = 1; end <= num; end++) best[0][end] = cost[0][end];
+    for (int c = 1; c <= most && c < num; c++) {
+        for (int end = 1; end <= num; end++) {
+            best[c][end] = INFINITY;
+            for (int begin = c; begin < end; begin++) {
+                const double bits = best[c - 1][begin] + cost[begin][end];
+                if (bits < best[c][end]) best[c][end] = bits, from[c][end] = begin;
+            }
+        }
+        if (best[c][num] < best[classes][num]) classes = c;
+    }
+    for (int c = classes, end = num; c > 0; c--) {
+        end = from[c][end];
+        cuts[c - 1] = (uint32_t)keys[end];
+    }
+    return classes;
 }
 
 /* ---- who changes how often, by old magnitude --------------------------------------------------------------------------- */

@@ -15,14 +15,14 @@ def _manifest(version: int, changed: dict[str, int], *, parent: bool = True) -> 
             digest="x",
             encoding="steps-zstd" if parent else "raw",
             changed=count,
-            file="f",
+            file="f" if parent else "k",
         )
         for name, count in changed.items()
     )
     return WeightsManifest(
         version=version, incarnation=1, artefact="delta" if parent else "keyframe", parent=version - 1 if parent else None,
         keyframe=None if parent else "k", weights_digest="x", tensors=entries, tied={}, created_at="",
-        files=tuple(FileRef(path=path, bytes=1, digest="x") for path in ("f", "k")[: 1 if parent else 2]),
+        files=(FileRef(path="f" if parent else "k", bytes=1, digest="x"),),
     )  # fmt: skip
 
 

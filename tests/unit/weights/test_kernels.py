@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from milesbatch.weights import kernel_choice
-from milesbatch.weights.kernels import ClassChanges, Kernels
+from milesbatch.weights.kernels import ClassChanges, Kernels, PackedClass, TokenList
 from milesbatch.weights.kernels_native import NativeKernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
 
@@ -79,44 +82,77 @@ def test_counts_by_magnitude(tested: Kernels) -> None:
             assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_numbers_of_every_size_survive(tested: Kernels) -> None:
+def _tuples(packed: PackedClass) -> list[object]:
+    lists = [each for numbers in packed.numbers for each in (numbers.plain, numbers.others)]
+    parts = [None if each is None else (each.tokens.tolist(), each.bits.tolist()) for each in lists]
+    return [packed.size, packed.exceptions, packed.directions.tolist(), parts]
+
+
+def _lists() -> Iterator[ClassChanges]:
+    rng = np.random.default_rng(1)
     powers = np.array([1 << bit for bit in range(32)], np.uint32)
     numbers = np.concatenate([np.arange(40, dtype=np.uint32), powers - 1, powers, powers + 1, powers | powers >> 1])
-    np.random.default_rng(0).shuffle(numbers)
-    for count in (0, 1, 2, 7, numbers.size):
-        tokens, bits = tested.tokenise(numbers[:count].copy())
-        expected = NumpyKernels().tokenise(numbers[:count])
-        assert tokens.tobytes() == expected[0].tobytes() and bits.tobytes() == expected[1].tobytes()
-        found = tested.detokenise(tokens, np.concatenate([bits, np.full(3, 255, np.uint8)]))
+    rng.shuffle(numbers)
+    for count in (1, 2, 7, numbers.size):
+        yield ClassChanges(numbers[:count].copy(), np.full(count, 2, np.uint32))
+        yield ClassChanges(np.zeros(count, np.uint32), np.maximum(numbers[:count], 1).astype(np.uint32))
+    yield ClassChanges((rng.random(999) < 0.1).astype(np.uint32) * 7, np.ones(999, np.uint32))  # most gaps are 0
+    for share in (0.0, 0.1, 0.5, 0.501, 0.9, 1.0):  # of exceptions
+        values = np.where(rng.random(1000) < share, rng.integers(3, 400, 1000), rng.integers(1, 3, 1000))
+        yield ClassChanges(rng.integers(0, 90, 1000).astype(np.uint32), values.astype(np.uint32))
+
+
+def test_lists_survive_and_are_those_of_numpy(tested: Kernels) -> None:
+    for changes in _lists():
+        packed = tested.pack(changes)
+        assert _tuples(packed) == _tuples(NumpyKernels().pack(changes))
+        found = tested.unpack(packed, 2**32 - 1)
         assert found is not None
-        assert np.array_equal(found[0], numbers[:count]) and found[1] == bits.size
-        if bits.size:
-            assert tested.detokenise(tokens, bits[:-1]) is None
-    assert tested.detokenise(np.array([128], np.uint8), np.zeros(9, np.uint8)) is None
+        assert np.array_equal(found.gaps, changes.gaps) and np.array_equal(found.values, changes.values)
+        largest = int(changes.values.max())
+        if largest > 3:
+            assert tested.unpack(packed, largest) is not None
+            assert tested.unpack(packed, largest - 1) is None
 
 
-def test_units_in_the_last_place_and_exceptions(tested: Kernels) -> None:
-    rng = np.random.default_rng(1)
-    for values in (
-        [],
-        [1],
-        [2, 2, 1],
-        [3],
-        [9, 1, 1, 7, 65535],
-        rng.choice([1, 2, 3, 400], 999, p=[0.4, 0.4, 0.1, 0.1]),
-    ):
-        array = np.array(values, np.uint32)
-        bits, gaps, rest = tested.split(array)
-        expected = NumpyKernels().split(array)
-        assert all(np.array_equal(one, other) for one, other in zip((bits, gaps, rest), expected, strict=True))
-        merged = tested.merge(bits, array.size, gaps, rest, 65535)
-        assert merged is not None and np.array_equal(merged, array)
-        if rest.size:
-            assert tested.merge(bits, array.size, gaps + np.uint32(array.size), rest, 65535) is None
-            assert tested.merge(bits, array.size, gaps, rest, max(3, int(rest.max()) + 2)) is None or not rest.max()
-            assert tested.merge(bits, rest.size - 1, gaps, rest, 65535) is None
-        if bits.size:
-            assert tested.merge(bits[:-1], array.size, gaps, rest, 65535) is None
+def test_lists_that_nothing_packs_to_are_refused(tested: Kernels) -> None:
+    """Sizes are right, as whoever reads them sees to that; contents are anything."""
+    rng = np.random.default_rng(3)
+    refused = 0
+    for changes in _lists():
+        packed = tested.pack(changes)
+        for number, numbers in enumerate(packed.numbers):
+            for name in ("plain", "others"):
+                found = getattr(numbers, name)
+                if found is None or not found.tokens.size:
+                    continue
+                for tokens, bits in (
+                    (rng.integers(0, 256, found.tokens.size).astype(np.uint8), found.bits),
+                    (np.full_like(found.tokens, 127), found.bits),
+                    (found.tokens, found.bits[:-1]),
+                    (found.tokens, np.append(found.bits, np.uint8(0))),
+                ):
+                    other = replace(numbers, **{name: TokenList(tokens.copy(), bits.copy())})
+                    lists = (*packed.numbers[:number], other, *packed.numbers[number + 1 :])
+                    made = tested.unpack(replace(packed, numbers=lists), 65535)
+                    refused += made is None
+                    assert made is None or made.gaps.size == packed.size
+    assert refused > 50
+
+
+def test_classes_begin_where_they_save_most(tested: Kernels) -> None:
+    rng = np.random.default_rng(4)
+    for seed in range(30):
+        elements, changes = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
+        keys = rng.choice(256, int(rng.integers(1, 60)), replace=False)
+        elements[keys] = rng.integers(1, 10_000, keys.size)
+        changes[keys] = rng.integers(0, elements[keys] + 1) if seed else 0
+        for most in (0, 1, 4, 7):
+            cuts = tested.cut(elements, changes, 32.0, 300.0, most)
+            expected = NumpyKernels().cut(elements, changes, 32.0, 300.0, most)
+            assert cuts.tolist() == expected.tolist()
+            assert len(cuts) <= most and np.all(np.diff(cuts.astype(int)) > 0)
+            assert all(elements[key] for key in cuts) and 0 not in np.searchsorted(np.sort(keys), cuts)
 
 
 def test_changes_of_other_elements_stay_within_the_array(tested: Kernels) -> None:
@@ -140,9 +176,8 @@ def test_changes_of_other_elements_stay_within_the_array(tested: Kernels) -> Non
 def test_loops_that_compute_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler may have spoiled them: they are compared with numpy once, before they touch any weights."""
     assert isinstance(kernel_choice.choose(), NativeKernels)
-    monkeypatch.setattr(
-        NativeKernels, "tokenise", lambda self, numbers: (numbers.astype(np.uint8), np.zeros(0, np.uint8))
-    )
+    cut_short = lambda self, changes: replace(NumpyKernels().pack(changes), exceptions=0)  # noqa: E731
+    monkeypatch.setattr(NativeKernels, "pack", cut_short)
     assert kernel_choice.choose().name == "numpy"
     monkeypatch.setattr(kernel_choice, "_load", lambda: None)
     assert kernel_choice.choose().name == "numpy"
