@@ -165,6 +165,7 @@ _OF_ROLES: dict[str, Callable[[dict[str, Any]], tuple[Kind, str, str]]] = {
         "data", f"policy versions {e.get('versions')} were asked for by a worker that could not rebuild them",
         "proven whole, or published again",
     ),
+    "weights_unusual": lambda e: ("data", f"policy version {e.get('version')}: {e.get('text')}", "it was published"),
     "regenerating": lambda e: (
         "data", f"the trajectory file of groups {e.get('groups')} is lost", "they are generated again",
     ),

@@ -365,6 +365,10 @@ class TrainerLoop:
         print(text, file=sys.stderr, flush=True)
         self._events.write("waiting_for_space", error=text)
 
+    def _tell_unusual(self, version: int, text: str) -> None:
+        print(f"policy version {version}: {text}", file=sys.stderr, flush=True)
+        self._events.write("weights_unusual", version=version, text=text)
+
     def _tell_unseen(self, text: str) -> None:
         self._pulse.moved()
         print(text, file=sys.stderr, flush=True)
