@@ -285,7 +285,7 @@ class Tracking(Section):
         True,
         description="With `kind: mlflow`: when the run has finished or failed, put its report (without the audit) and the"
         " samples that it shows into the MLflow run as artefacts. A job keeps its nodes for that, for seconds, and at most"
-        " 45 s longer; a report that is not done then is left out.",
+        " 60 s longer; a report that is not done then is left out.",
     )
 
 

@@ -13,7 +13,7 @@ from milesbatch.cluster.local import run_limited
 from milesbatch.recipe.models import Tracking
 from milesbatch.store.layout import RunLayout
 
-LIMIT_S = 45.0
+LIMIT_S = 60.0
 """For making and uploading; the controller waits a little longer."""
 MODULE = "milesbatch.report.page.attach"
 

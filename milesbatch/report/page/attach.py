@@ -18,7 +18,7 @@ from milesbatch.report.page.make import write_page
 from milesbatch.store.layout import RunLayout
 
 PAGE, SAMPLES = "report.html", "samples.jsonl"
-_NICE = 10
+_NICE = 5
 """Somebody else's run may be going on here."""
 
 
