@@ -24,12 +24,17 @@ class Attempt(Generic[T]):
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._name = name
         self._future: Future[T] = Future()
-        self._began_s = time.monotonic()
+        self._began_s, self._ended_s = time.monotonic(), 0.0
         threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
 
     @property
     def is_over(self) -> bool:
         return self._future.done()
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end, or until now."""
+        return (self._ended_s or time.monotonic()) - self._began_s
 
     def wait(self, seconds: float) -> None:
         """Until it is over, but no longer than that."""
@@ -44,14 +49,17 @@ class Attempt(Generic[T]):
         try:
             return self._future.result(max(deadline_s - time.monotonic(), 0.0))
         except FutureTimeoutError:
-            took_s = time.monotonic() - self._began_s
-            raise BroadcastError(f"{self._name} did not end within {took_s:.1f} s and was given up") from None
+            raise BroadcastError(f"{self._name} did not end within {self.seconds:.1f} s and was given up") from None
 
     def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._future.set_result(work())
+            result = work()
         except MilesbatchError as error:
+            self._ended_s = time.monotonic()
             self._future.set_exception(error)
         except BaseException as error:
             self._future.set_exception(error)
             raise
+        else:
+            self._ended_s = time.monotonic()
+            self._future.set_result(result)

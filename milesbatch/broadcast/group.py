@@ -24,6 +24,8 @@ from milesbatch.errors import BroadcastError
 from milesbatch.weights.tensors import Bytes
 
 _LOOK_S = 0.02
+_OPEN_S = 4.0
+"""A store on this host answers at once; longer means that the host is not at the address by which others know it."""
 _ROOT = 0
 
 
@@ -44,13 +46,16 @@ class Group:
     def found(cls, address: str, size: int, timeout_s: float, device: str = "cpu") -> Group:
         """Rank 0 of a new generation of ``size`` processes; its store listens on a free port of this host.
 
+        ``timeout_s`` is for all that waits without a time of its own.
+
         Raises:
-            BroadcastError: it cannot listen.
+            BroadcastError: it cannot listen, or cannot be reached at ``address`` within a few seconds.
         """
-        with _errors("a store for a broadcast cannot be opened"):
+        with _errors(f"a store for a broadcast cannot be opened at {address}"):
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+                address, 0, is_master=True, timeout=timedelta(seconds=_OPEN_S), wait_for_workers=False
             )
+            store.set_timeout(timedelta(seconds=timeout_s))
         return cls(store, _ROOT, size, device)
 
     @classmethod

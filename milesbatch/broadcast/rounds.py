@@ -18,7 +18,7 @@ Crash states (the version's files were committed before step 1, whatever happens
 =========================================== ===============================================================================
 who                                         what happens
 =========================================== ===============================================================================
-a worker dies, hangs or is late before 2    step 3 says "off" after a quarter of the time; its name is kept; no bytes were sent
+a worker dies, hangs or is late before 2    step 3 says "off" after a part of the time; its name is kept; no bytes were sent
 a worker dies in 4 to 6                     its connections break: rank 0 and with it all others stop at once
 a worker hangs or is too slow in 4 to 6     rank 0 stops at the end of the time (or when the controller has killed the worker);
                                             when nobody can be named, all members of the group sit out

@@ -33,6 +33,7 @@ _GRACE_S = 2.0
 """Beyond the deadline, for a library that keeps its own times a little late."""
 _LOOK_S = 1.0
 _LEAVE_S = 1.0
+_OPEN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,8 @@ class _Round:
     number: int
     header: Header
     members: _Members
-    began_s: float
     deadline_s: float
-    attempt: Attempt[tuple[Sent, float]]
+    attempt: Attempt[Sent]
 
 
 class Broadcasting:
@@ -92,9 +92,10 @@ class Broadcasting:
         try:
             group = self._group_of(processes)
         except BroadcastError as error:
+            self._standing.failed(processes, version)  # not tried again at every version
             self._tell_failure(version, -1, 0.0, error, ())
             return
-        began_s = time.monotonic()
+        deadline_s = time.monotonic() + self._timeout_s
         message = wire.BroadcastBegin(
             version=version,
             processes=processes,
@@ -107,19 +108,19 @@ class Broadcasting:
             self._members = _Members(begun.generation, processes, group)
             self._groups += 1
             self._events.write("broadcast_group", generation=begun.generation, members=list(processes))
-        header, deadline_s = header_of(manifest, self._bucket_bytes), began_s + self._timeout_s
+        header = header_of(manifest, self._bucket_bytes)
 
-        def work() -> tuple[Sent, float]:
+        def work() -> Sent:
             confirmed: tuple[str, ...] = ()
             try:
                 sent = send(group, begun.round, header, tensors, deadline_s)
                 confirmed = tuple(processes[rank - 1] for rank in sent.confirmed)
-                return sent, time.monotonic() - began_s
+                return sent
             finally:
                 self._controller.tell("broadcast-end", wire.BroadcastEnd(round=begun.round, confirmed=confirmed))
 
         attempt = Attempt(f"the broadcast of policy version {version}", work)
-        self._round = _Round(begun.round, header, self._members, began_s, deadline_s, attempt)
+        self._round = _Round(begun.round, header, self._members, deadline_s, attempt)
 
     def finish(self) -> dict[str, float]:
         """Wait for the end of the last broadcast; its figures, empty when there was none, or when it failed.
@@ -136,11 +137,11 @@ class Broadcasting:
             current.attempt.wait(min(_LOOK_S, current.deadline_s + _GRACE_S - time.monotonic()))
         waited_s = time.monotonic() - waits_since_s
         try:
-            sent, seconds = current.attempt.result(time.monotonic())
+            sent = current.attempt.result(time.monotonic())
         except BroadcastError as error:
             self._failed(current, error)
             return {"broadcast_wait_s": waited_s, "broadcast_receivers": 0.0}
-        return {**self._sent(current, sent, seconds), "broadcast_wait_s": waited_s}
+        return {**self._sent(current, sent), "broadcast_wait_s": waited_s}
 
     def close(self) -> None:
         """No more broadcasts; one that is under way is given up, for nobody will use it."""
@@ -162,7 +163,8 @@ class Broadcasting:
         if self._members is not None and self._members.processes == processes:
             return self._members.group
         self._leave()
-        return Group.found(self._address, 1 + len(processes), self._timeout_s)
+        opening = Attempt("opening a store", lambda: Group.found(self._address, 1 + len(processes), self._timeout_s))
+        return opening.result(time.monotonic() + _OPEN_S)
 
     def _leave(self) -> None:
         members, self._members = self._members, None
@@ -174,7 +176,8 @@ class Broadcasting:
 
     # -- what came of it --------------------------------------------------------------------------------------------
 
-    def _sent(self, current: _Round, sent: Sent, seconds: float) -> dict[str, float]:
+    def _sent(self, current: _Round, sent: Sent) -> dict[str, float]:
+        seconds = current.attempt.seconds
         self._standing.succeeded(current.members.named(sent.confirmed))
         refused = {current.members.processes[rank - 1]: why for rank, why in sent.refused.items()}
         self._standing.failed(refused, current.header.version)
@@ -197,9 +200,7 @@ class Broadcasting:
     def _failed(self, current: _Round, error: BroadcastError) -> None:
         missing = current.members.named(error.ranks) if isinstance(error, UnansweredError) else ()
         self._standing.failed(missing, current.header.version)
-        self._tell_failure(
-            current.header.version, current.members.generation, time.monotonic() - current.began_s, error, missing
-        )
+        self._tell_failure(current.header.version, current.members.generation, current.attempt.seconds, error, missing)
         self._leave()
 
     def _tell_failure(

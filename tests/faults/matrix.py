@@ -78,8 +78,8 @@ PROCESSES = (
         "a rollout worker or the trainer is killed, hangs or is slow in the middle of a broadcast",
         (1, 3, 5),
         (
-            f"{_BROADCAST}::test_a_worker_killed_in_the_middle_of_a_broadcast",
-            f"{_BROADCAST}::test_a_worker_that_hangs_and_a_trainer_that_dies_in_the_middle_of_a_broadcast",
+            f"{_BROADCAST}::test_a_worker_and_the_trainer_killed_in_the_middle_of_broadcasts",
+            f"{_BROADCAST}::test_a_worker_that_hangs_in_the_middle_of_a_broadcast",
             f"{_BROADCAST}::test_each_fault_at_each_point",
             "unit/broadcast/test_rounds.py::test_a_worker_that_is_lost_in_the_middle",
             "unit/broadcast/test_rounds.py::test_a_trainer_that_dies_in_the_middle",

@@ -345,3 +345,20 @@ def layout_with_version(tmp_path: Path) -> tuple[RunLayout, Publisher]:
     publisher = Publisher(layout, 1, keyframe_every=4, before_commit=unfenced)
     publisher.publish(0, make_tensors(0).items(), {})
     return layout, publisher
+
+
+def test_a_trainer_that_cannot_open_a_store_goes_on_with_files(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("milesbatch.broadcast.group._OPEN_S", 0.2)
+    one = scene(workers=1)
+    one.trainer._address = "no.such.host.invalid"
+    began_s = time.monotonic()
+    for version in range(3):
+        one.publish(version)
+        assert one.trainer.finish() == {}
+        assert one.reach("rollout-0", version) == "files"
+    assert time.monotonic() - began_s < 8.0
+    told = one.told("trainer-0", "broadcast_failed")
+    assert [event["version"] for event in told] == [0, 2], "not at every version"
+    assert "cannot be opened at no.such.host.invalid" in told[0]["error"]
