@@ -71,6 +71,16 @@ def fold(links: Sequence[Link], before: Mapping[str, RawTensor], *, owned: bool)
     return dict(zip(entries[-1], in_threads(one, work, num_bytes=sizes), strict=True))
 
 
+def fold_tensor(links: Sequence[Link], name: str, before: Mapping[str, RawTensor]) -> RawTensor:
+    """One tensor after the last of ``links``, in memory of its own unless nothing changes it.
+
+    Raises:
+        LinkError, DigestError: as :func:`fold`.
+    """
+    column = [next((entry for entry in link.manifest.tensors if entry.name == name), None) for link in links]
+    return _fold_tensor(links, column, before, owned=False)
+
+
 def in_threads(do: Callable[[Item], Result], items: Iterable[Item], *, num_bytes: int) -> list[Result]:
     """Results in order. In several threads when ``num_bytes`` of tensors are worth it: the loops inside need no lock."""
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))

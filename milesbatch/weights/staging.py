@@ -1,0 +1,318 @@
+"""A policy version on local disk or tmpfs, as a model directory that servers load, moved from version to version in place.
+
+Owns one directory; waits for nothing and tells no engine. Only what changed is written: the pages that hold changed elements.
+Invariant: :attr:`Staging.current` is a version whose every byte was compared with its manifest, or None; what a killed process
+left behind is never taken for one. One process at a time has a directory (a lock sees to it).
+
+    DIR/model/model.safetensors, config.json, …   the model; tensors are patched in place
+    DIR/state.json                                {"version": 7, "target": 9}: target is null when the model is whole
+    DIR/redo.bin                                  the tensor that is being written: where it changes, and to what
+
+The protocol, for each tensor: its new bytes are made in memory from the old ones and verified; then places and new values are
+written to ``redo.bin``; then they are written to the model. Crash states, in order of time:
+
+1. before ``state.json`` names a target: the model is the old version;
+2. after that, before the first write: every tensor is old;
+3. while ``redo.bin`` is written: it lacks its digest, and its tensor is still old;
+4. while the tensor is written: it is neither old nor new. ``redo.bin`` has all that is missing, as values and not as
+   differences, so writing them once more mends it, wherever the writing stopped;
+5. after the last tensor: every tensor is new.
+
+Opening the directory finds out which it was by the digests of the tensors alone, and goes on from there. When a tensor is
+neither old nor new and cannot be mended, nothing is current, and the next :meth:`Staging.advance_to` makes a full copy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from milesbatch.errors import CorruptArtefactError, InputError, StorageError
+from milesbatch.records import TensorEntry, WeightsManifest
+from milesbatch.store.durable import make_directory, remove_tree, replace_hint, storage_error
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.folding import Link, LinkError, fold_tensor
+from milesbatch.weights.materialize import write_model
+from milesbatch.weights.reader import AcceptManifest, accept_all, plan_chain, read_manifest
+from milesbatch.weights.rebuild import check_weights_digest, read_link, rebuild
+from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
+
+_REDO = struct.Struct("<8sQQQ16s")
+"""Magic, length of the tensor's name, bytes of an element, number of changed elements, xxh3-128 of all that follows."""
+_MAGIC = b"mbredo01"
+
+
+@dataclass(frozen=True, slots=True)
+class _Redo:
+    name: str
+    places: NDArray[np.uint64]
+    values: NDArray[np.unsignedinteger[Any]]
+
+
+class Staging:
+    """A model directory that follows the run. Use as a context manager, or close it."""
+
+    def __init__(self, directory: Path, layout: RunLayout, *, accept: AcceptManifest = accept_all) -> None:
+        """Take the directory over, as it is.
+
+        Raises:
+            InputError: another process has it.
+            StorageError: it cannot be made or read.
+        """
+        make_directory(directory)
+        self._directory, self._layout, self._accept = directory, layout, accept
+        self._lock = _lock(directory / "lock")
+        self._current: int | None = None
+        try:
+            with suppress(CorruptArtefactError, StorageError, OSError, ValueError, KeyError, TypeError):
+                self._recover()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    @property
+    def current(self) -> int | None:
+        """The version that :attr:`model` holds; None when it holds none that was proven."""
+        return self._current
+
+    @property
+    def model(self) -> Path:
+        """The model directory; to be read only while :attr:`current` is not None, and not while :meth:`advance_to` runs."""
+        return self._directory / "model"
+
+    def advance_to(self, version: int) -> WeightsManifest:
+        """Make the model ``version``: by deltas in place where there is an undamaged chain from the current one, else anew.
+
+        Durability: of a cache. After a power loss the directory may be anything; opening it finds out.
+
+        Raises:
+            CorruptArtefactError: there is no undamaged way to the version; the model is what it was, or None.
+            StorageError: it is not published, or something cannot be read or written; as above.
+        """
+        target = self._manifest(version)
+        if self._current == version:
+            return target
+        links = self._links(version)
+        if links:
+            try:
+                self._patch(target, links)
+                return target
+            except LinkError:
+                pass  # files as committed, but not for these bytes: a full copy is the way out
+        self._rebase(target)
+        return target
+
+    # -- from version to version ------------------------------------------------------------------------------------------
+
+    def _links(self, version: int) -> list[Link]:
+        """Deltas from the current version, read and verified; empty when there is another way to go."""
+        if self._current is None:
+            return []
+        try:
+            plan = plan_chain(self._accepted, version, local=self._current)
+            if plan is None or plan.keyframe is not None:
+                return []
+            return [read_link(self._layout, self._manifest(step.version)) for step in plan.steps]
+        except CorruptArtefactError:
+            return []
+
+    def _patch(self, target: WeightsManifest, links: list[Link]) -> None:
+        """One tensor after the other, each verified in memory before the model is touched."""
+        check_weights_digest(self._layout, target)
+        self._write_state(self._current, target.version)
+        self._current = None
+        before = self._tensors()
+        for entry in target.tensors:
+            old = before[entry.name]
+            if old.digest == entry.digest:
+                continue
+            new = fold_tensor(links, entry.name, before)
+            self._replace(entry, old, new)
+        self._write_state(target.version, None)
+        self._current = target.version
+
+    def _replace(self, entry: TensorEntry, old: RawTensor, new: RawTensor) -> None:
+        width = min(8, element_bytes(entry.dtype))
+        before, after = (tensor.data.view(f"<u{width}") for tensor in (old, new))
+        places = np.flatnonzero(before != after).astype(np.uint64)
+        redo = _Redo(entry.name, places, after[places])
+        _write_redo(self._directory / "redo.bin", redo)
+        _scatter(before, redo)
+
+    def _rebase(self, target: WeightsManifest) -> None:
+        """A full copy beside the old one, which then goes: the model is never half of two."""
+        copy = rebuild(self._layout, target.version, accept=self._accept)
+        fresh = self._directory / "fresh"
+        remove_tree(fresh)
+        write_model(self._layout, copy.tensors, fresh)
+        self._current = None
+        self._write_state(None, None)
+        remove_tree(self.model)
+        try:
+            fresh.rename(self.model)
+        except OSError as error:
+            raise storage_error(self.model, error) from error
+        self._write_state(target.version, None)
+        self._current = target.version
+
+    # -- after a crash ------------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Prove what is there; go on with what was begun. Whatever does not fit leaves no current version."""
+        state = json.loads((self._directory / "state.json").read_bytes())
+        version, target = state["version"], state["target"]
+        if target is None:
+            self._current = version if version is not None and not self._unlike(self._manifest(version)) else None
+            return
+        self._redo()
+        new, old = self._unlike(self._manifest(target)), self._unlike(self._manifest(version))
+        if not new:
+            self._write_state(target, None)
+            self._current = target
+        elif not old:
+            self._write_state(version, None)
+            self._current = version
+        elif not new & old:  # each tensor is of one of the two
+            self._finish(version, self._manifest(target), new)
+
+    def _finish(self, version: int, target: WeightsManifest, unlike: set[str]) -> None:
+        """The rest of an interrupted patch: the old tensors among a version's new ones."""
+        plan = plan_chain(self._accepted, target.version, local=version)
+        if plan is None or plan.keyframe is not None:
+            return
+        links = [read_link(self._layout, self._manifest(step.version)) for step in plan.steps]
+        tensors = self._tensors()
+        for entry in target.tensors:
+            if entry.name in unlike:
+                self._replace(entry, tensors[entry.name], fold_tensor(links, entry.name, tensors))
+        self._write_state(target.version, None)
+        self._current = target.version
+
+    def _redo(self) -> None:
+        """Write once more what was being written; nothing when that had not begun."""
+        redo = _read_redo(self._directory / "redo.bin")
+        if redo is not None:
+            tensor = self._tensors()[redo.name]
+            _scatter(tensor.data.view(redo.values.dtype), redo)
+
+    def _unlike(self, manifest: WeightsManifest) -> set[str]:
+        """Tensors of the model that are not those of a version."""
+        tensors = self._tensors()
+        if set(tensors) != {entry.name for entry in manifest.tensors}:
+            return set(tensors) | {entry.name for entry in manifest.tensors}
+        return {
+            entry.name
+            for entry in manifest.tensors
+            if (found := tensors[entry.name]).shape != entry.shape
+            or found.dtype != entry.dtype
+            or found.digest != entry.digest
+        }
+
+    # -- files ----------------------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> Mapping[str, RawTensor]:
+        """The model's tensors as views of the mapped file: writing to one writes the file."""
+        path = self.model / "model.safetensors"
+        try:
+            data = np.memmap(path, np.uint8, "r+")
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path} cannot be mapped: {error}", mend="remove the staging directory") from error
+        (length,) = struct.unpack("<Q", data[:8].tobytes())
+        header = json.loads(data[8 : 8 + length].tobytes())
+        tensors = {}
+        for name, value in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in value["data_offsets"])
+                shape = tuple(value["shape"])
+                if end > data.size or end - begin != num_bytes(value["dtype"], shape):
+                    raise CorruptArtefactError(f"{path}: tensor {name} does not fit", mend="remove the directory")
+                tensors[name] = RawTensor(value["dtype"], shape, np.asarray(data[begin:end]))
+        return tensors
+
+    def _write_state(self, version: int | None, target: int | None) -> None:
+        replace_hint(self._directory / "state.json", json.dumps({"version": version, "target": target}).encode())
+
+    def _accepted(self, version: int) -> WeightsManifest | None:
+        manifest = read_manifest(self._layout, version)
+        return manifest if manifest is not None and self._accept(manifest) else None
+
+    def _manifest(self, version: int) -> WeightsManifest:
+        manifest = self._accepted(version)
+        if manifest is None:
+            raise StorageError(
+                f"policy version {version} is not published in {self._layout.weights}", mend="wait for it"
+            )
+        return manifest
+
+
+def _lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise InputError(
+            f"{path.parent} is used by another process", mend="give each process a staging directory of its own"
+        ) from None
+    return descriptor
+
+
+def _scatter(elements: NDArray[np.unsignedinteger[Any]], redo: _Redo) -> None:
+    """Write new values where they belong; only pages that hold one are touched."""
+    elements[redo.places.astype(np.int64)] = redo.values
+
+
+def _write_redo(path: Path, redo: _Redo) -> None:
+    name = redo.name.encode()
+    body = (name, redo.places.astype("<u8").tobytes(), redo.values.tobytes())
+    hasher = xxhash.xxh3_128()
+    for part in body:
+        hasher.update(part)
+    head = _REDO.pack(_MAGIC, len(name), redo.values.itemsize, redo.places.size, hasher.digest())
+    try:
+        with open(path, "wb") as file:
+            file.writelines((head, *body))
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def _read_redo(path: Path) -> _Redo | None:
+    """What was being written; None when that record is not whole, hence nothing had been written of it."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _REDO.size:
+        return None
+    magic, name_length, width, count, digest = _REDO.unpack_from(data)
+    body = data[_REDO.size :]
+    if magic != _MAGIC or width not in (1, 2, 4, 8) or len(body) != name_length + count * (8 + width):
+        return None
+    if xxhash.xxh3_128_digest(body) != digest:
+        return None
+    places = np.frombuffer(body, "<u8", count, name_length)
+    values = np.frombuffer(body, f"<u{width}", count, name_length + 8 * count)
+    return _Redo(body[:name_length].decode(), places, values)

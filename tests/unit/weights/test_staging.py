@@ -1,0 +1,221 @@
+"""A staged model: only proven versions are served, whatever a killed process left; and what was torn is mended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from milesbatch.errors import InputError
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights import staging as module
+from milesbatch.weights.publisher import Publisher
+from milesbatch.weights.staging import Staging
+
+Make = Callable[[int], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def model(layout: RunLayout) -> None:
+    (layout.model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+
+
+def assert_holds(staging: Staging, version: int, make: Make) -> None:
+    assert staging.current == version
+    found, expected = load_file(staging.model / "model.safetensors"), make(version)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert (staging.model / "config.json").exists()
+
+
+def test_goes_forward_by_patches_and_back_by_a_full_copy(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path
+) -> None:
+    with Staging(tmp_path / "stage", layout) as staging:
+        assert staging.current is None
+        staging.advance_to(1)
+        assert_holds(staging, 1, version_tensors)
+        inode = (staging.model / "model.safetensors").stat().st_ino
+        for version in (2, 5, 6):
+            staging.advance_to(version)
+            assert_holds(staging, version, version_tensors)
+            assert (staging.model / "model.safetensors").stat().st_ino == inode, "patched in place"
+        staging.advance_to(3)
+        assert_holds(staging, 3, version_tensors)
+    with Staging(tmp_path / "stage", layout) as again:
+        assert_holds(again, 3, version_tensors)
+
+
+def test_damaged_payload_is_found_before_the_model_is_touched(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path, damage: Callable[[int, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with Staging(tmp_path / "stage", layout) as staging:
+        staging.advance_to(1)
+        damage(2, "delta")
+        monkeypatch.setattr(module, "_scatter", lambda *_: pytest.fail("the model was touched"))
+        with pytest.raises(Exception, match="policy version 2 cannot be rebuilt"):
+            staging.advance_to(2)
+        assert_holds(staging, 1, version_tensors)
+        staging.advance_to(4)  # by the keyframe of version 3
+        assert_holds(staging, 4, version_tensors)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, float], None]]:
+    """``writes(n, share)``: the n-th write of any kind is cut short after a share of its bytes, and the process is over."""
+    real = {name: getattr(module, name) for name in ("_scatter", "_write_redo", "replace_hint")}
+    count, last, share = 0, 0, 0.0
+
+    def begin(number: int, part: float) -> None:
+        nonlocal count, last, share
+        count, last, share = 0, number, part
+
+    def due() -> bool:
+        nonlocal count
+        count += 1
+        return count == last
+
+    def scatter(elements: np.ndarray, redo: module._Redo) -> None:
+        if not due():
+            return real["_scatter"](elements, redo)
+        some = int(len(redo.places) * share)
+        real["_scatter"](elements, module._Redo(redo.name, redo.places[:some], redo.values[:some]))
+        raise Killed
+
+    def write_redo(path: Path, redo: module._Redo) -> None:
+        is_due = due()
+        real["_write_redo"](path, redo)
+        if is_due:
+            os.truncate(path, int(path.stat().st_size * share))
+            raise Killed
+
+    def replace(path: Path, data: bytes) -> None:
+        if not due():
+            return real["replace_hint"](path, data)
+        if share == 1.0:
+            real["replace_hint"](path, data)
+        raise Killed
+
+    for name, stand_in in (("_scatter", scatter), ("_write_redo", write_redo), ("replace_hint", replace)):
+        monkeypatch.setattr(module, name, stand_in)
+    yield begin
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_killed_at_any_write_it_serves_a_published_version_or_none_and_goes_on(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path, share: float,
+    writes: Callable[[int, float], None],
+) -> None:  # fmt: skip
+    """Also when what opens the directory again is killed at any of its writes."""
+    ends = set()
+    for number in range(1, 40):
+        directory = tmp_path / f"stage-{number}"
+        writes(0, 0.0)
+        with Staging(directory, layout) as staging:
+            staging.advance_to(1)
+        writes(number, share)
+        staging = Staging(directory, layout)
+        try:
+            staging.advance_to(2)
+        except Killed:
+            finished = False
+        else:
+            finished = True
+        staging.close()
+        for second in (1, 2, 3, 0):
+            writes(second, share)
+            reopened = None
+            with suppress(Killed):
+                reopened = Staging(directory, layout)
+            if reopened is None:
+                continue
+            ends.add(reopened.current)
+            if reopened.current is not None:
+                assert_holds(reopened, reopened.current, version_tensors)
+            reopened.close()
+        writes(0, 0.0)
+        with Staging(directory, layout) as staging:
+            assert staging.current in (1, 2), "a process that is killed costs no full copy"
+            staging.advance_to(2)
+            assert_holds(staging, 2, version_tensors)
+        if finished:
+            break
+    assert finished and number > 8
+    assert ends == {1, 2}
+
+
+def _dying_at(touched: int) -> Callable[[np.ndarray, module._Redo], None]:
+    real, left = module._scatter, touched
+
+    def die(elements: np.ndarray, redo: module._Redo) -> None:
+        nonlocal left
+        if left == 0:
+            half = len(redo.places) // 2
+            real(elements, module._Redo(redo.name, redo.places[:half], redo.values[:half]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        real(elements, redo)
+
+    return die
+
+
+def test_a_real_kill_in_the_middle(layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path) -> None:
+    for touched in range(4):
+        directory = tmp_path / f"stage-{touched}"
+        with Staging(directory, layout) as staging:
+            staging.advance_to(1)
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            module._scatter = _dying_at(touched)
+            Staging(directory, layout).advance_to(2)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        with Staging(directory, layout) as staging:
+            assert_holds(staging, 2, version_tensors)
+
+
+def test_bytes_that_nobody_published_are_never_served(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path
+) -> None:
+    path = tmp_path / "stage" / "model" / "model.safetensors"
+    with Staging(tmp_path / "stage", layout) as staging:
+        staging.advance_to(1)
+    whole = path.read_bytes()
+    for offset in (0, 9, 200, len(whole) // 2, len(whole) - 1):
+        data = bytearray(whole)
+        data[offset] ^= 1
+        path.write_bytes(data)
+        with Staging(tmp_path / "stage", layout) as staging:
+            if staging.current is not None:  # a bit of the header that means nothing
+                assert_holds(staging, 1, version_tensors)
+            staging.advance_to(2)
+            assert_holds(staging, 2, version_tensors)
+            staging.advance_to(1)
+    others = ({"version": 9, "target": None}, {"version": 2, "target": None}, {"version": 0, "target": 2}, {}, [], None)
+    for state in (b"", b"{", *(json.dumps(other).encode() for other in others)):
+        (tmp_path / "stage" / "state.json").write_bytes(state)
+        with Staging(tmp_path / "stage", layout) as staging:
+            assert staging.current is None
+            staging.advance_to(1)
+            assert_holds(staging, 1, version_tensors)
+
+
+def test_one_process_at_a_time(layout: RunLayout, chain: Publisher, tmp_path: Path) -> None:
+    with Staging(tmp_path / "stage", layout), pytest.raises(InputError, match="used by another process"):
+        Staging(tmp_path / "stage", layout)
+    Staging(tmp_path / "stage", layout).close()
