@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from milesbatch.errors import CorruptArtefactError, InputError, StorageError
 from milesbatch.records import TensorEntry, WeightsManifest
-from milesbatch.store.durable import make_directory, remove_tree, replace_hint, storage_error
+from milesbatch.store.durable import make_directory, publish_directory, remove_tree, replace_hint, storage_error
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.folding import Link, LinkError, fold_tensor
 from milesbatch.weights.materialize import write_model
@@ -168,10 +168,7 @@ class Staging:
         self._current = None
         self._write_state(None, None)
         remove_tree(self.model)
-        try:
-            fresh.rename(self.model)
-        except OSError as error:
-            raise storage_error(self.model, error) from error
+        publish_directory(fresh, self.model)
         self._write_state(target.version, None)
         self._current = target.version
 
