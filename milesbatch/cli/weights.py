@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from milesbatch.cli import weights_exchange
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
@@ -25,7 +26,7 @@ from milesbatch.weights.reader import committed_versions, is_retired
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Policy versions of a run: list, check, write out as a model directory, register.",
+    help="Policy versions of a run: list, check, write out as a model directory, exchange with other tools, register.",
 )
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a name under $MILESBATCH_RUNS.")]
@@ -108,6 +109,14 @@ def register(
         f"policy version {version} ({manifest.weights_digest}) is version {registered} of the registered model {name}"
     )
     Console().print(text, soft_wrap=True, markup=False)
+
+
+app.command("export", epilog="Example: milesbatch weights export runs/tiny -o tiny-weights --follow")(
+    weights_exchange.export
+)
+app.command("import", epilog="Example: milesbatch weights import tiny-weights --version 20 -o tiny-20")(
+    weights_exchange.import_version
+)
 
 
 def _table(found: list[WeightsRow]) -> Table:

@@ -54,15 +54,29 @@ def write_model(layout: RunLayout, tensors: Mapping[str, RawTensor], directory: 
         StorageError: something could not be written.
     """
     require_empty(directory)
-    config = _config(layout, tensors)
+    _write(layout.model, _config(layout, tensors), tensors, directory)
+
+
+def write_model_like(model: Path, tensors: Mapping[str, RawTensor], directory: Path) -> None:
+    """Write ``tensors`` with configuration and tokenizer of another model directory, which stay as they are.
+
+    Raises:
+        InputError: ``directory`` is not empty.
+        StorageError: something could not be read or written.
+    """
+    require_empty(directory)
+    _write(model, None, tensors, directory)
+
+
+def _write(model: Path, config: bytes | None, tensors: Mapping[str, RawTensor], directory: Path) -> None:
     make_directory(directory)
-    for source, relative in _model_files(layout.model):
+    for source, relative in _model_files(model):
         make_directory((directory / relative).parent)
         try:
             data = source.read_bytes()
         except OSError as error:
             raise storage_error(source, error) from error
-        publish_file(directory / relative, config if relative == Path("config.json") else data)
+        publish_file(directory / relative, config if config and relative == Path("config.json") else data)
     with publishing(directory, "model.safetensors") as file:
         write_tensors(file.stream, tensors)
 

@@ -25,9 +25,12 @@ from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format itself."""
+_METADATA: Mapping[str, str] = {"format": "pt"}
+Row = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and bytes of a tensor."""
 
 
-def write_tensors(stream: BinaryIO, tensors: Mapping[str, RawTensor]) -> None:
+def write_tensors(stream: BinaryIO, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] = _METADATA) -> None:
     """Write a safetensors file; the same tensors give the same bytes, whatever their order in the mapping.
 
     Raises:
@@ -35,7 +38,7 @@ def write_tensors(stream: BinaryIO, tensors: Mapping[str, RawTensor]) -> None:
     """
     # Widest elements first: each tensor's data then begins at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-element_bytes(tensors[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name in order:
         tensor = tensors[name]
@@ -91,9 +94,7 @@ def stream_tensors(path: Path, ref: FileRef) -> Iterator[tuple[str, RawTensor]]:
         raise _corrupt(path, f"its digest is {found}, expected {ref.digest}")
 
 
-def _read_header(
-    path: Path, stream: BinaryIO, hasher: xxhash.xxh3_128, size: int
-) -> list[tuple[str, str, tuple[int, ...], int]]:
+def _read_header(path: Path, stream: BinaryIO, hasher: xxhash.xxh3_128, size: int) -> list[Row]:
     prefix = stream.read(_LENGTH.size)
     length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
     if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
@@ -102,7 +103,7 @@ def _read_header(
     hasher.update(prefix)
     hasher.update(text)
     try:
-        rows = _parse_header(text)
+        rows, _ = parse_header(text)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _corrupt(path, f"its header cannot be read ({error})") from error
     if _LENGTH.size + length + sum(row[3] for row in rows) != size:
@@ -110,11 +111,18 @@ def _read_header(
     return rows
 
 
-def _parse_header(text: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Name, dtype, shape and length of each tensor in file order, when they follow each other without holes."""
+def parse_header(text: bytes) -> tuple[list[Row], dict[str, Any]]:
+    """The tensors of a header in file order, when they follow each other without holes, and its metadata.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it is no such header.
+    """
     header = json.loads(text)
-    header.pop("__metadata__", None)
-    rows, position = [], 0
+    if not isinstance(header, dict):
+        raise ValueError("it is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    rows: list[Row] = []
+    position = 0
     for name, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = str(value["dtype"]), tuple(value["shape"])
         begin, end = value["data_offsets"]
@@ -124,7 +132,7 @@ def _parse_header(text: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
             raise ValueError(f"tensor {name}: {dtype} {shape} at {begin}..{end}")
         rows.append((name, dtype, shape, end - begin))
         position = end
-    return rows
+    return rows, metadata
 
 
 def _corrupt(path: Path, what: str, unseen: Path | None = None) -> CorruptArtefactError:

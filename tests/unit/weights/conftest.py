@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_made import make_tensors, publish
+from safetensors.torch import save_file
 
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.publisher import Publisher
@@ -78,3 +80,32 @@ def damage(layout: RunLayout) -> Callable[[int, str], Path]:
         return path
 
     return apply
+
+
+@pytest.fixture
+def small_run(layout: RunLayout) -> RunLayout:
+    """Versions 0 to 5; 0 and 4 have keyframes."""
+    (layout.model / "config.json").write_text('{"model_type": "made"}')
+    (layout.model / "tokenizer.json").write_text('{"any": 1}')
+    publish(layout, range(6))
+    return layout
+
+
+@pytest.fixture
+def whole(small_run: RunLayout) -> RunLayout:
+    """As far as ``find_run`` looks."""
+    small_run.run_record.write_text("{}")
+    return small_run
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The model that Miles' engines were started with, in two files."""
+    tensors = make_tensors(1, 0)
+    directory = tmp_path / "base"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "made"}')
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:3]}, directory / "model-00001-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, directory / "model-00002-of-00002.safetensors")
+    return directory

@@ -1,0 +1,119 @@
+"""``weights export`` and ``weights import``: what they print, how following ends, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from miles_made import (
+    bits,
+    make_tensors,
+    publish,
+    publish_peer,
+)
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from milesbatch.cli import weights as cli
+from milesbatch.cli import weights_exchange
+from milesbatch.errors import MilesbatchError
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.listing import rows
+from milesbatch.weights.miles_import import rebuild_published
+from milesbatch.weights.miles_layout import published_versions
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def test_export_and_import_as_commands(whole: RunLayout, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke("export", whole.root, "--layout", "miles", "-o", out, "--to", 4)
+    assert result.exit_code == 0, result.output
+    lines = result.output.replace("\n" + str(out), " " + str(out)).splitlines()
+    assert lines[0].startswith("version 0: full, 7 tensors, ") and lines[0].endswith("(it is the first)")
+    assert lines[3].startswith("version 3: delta, 0 tensors, 0 B") and "5 policy versions, 0 to 4" in lines[5]
+    body = json.loads(invoke("export", whole.root, "-o", out, "--json").stdout)
+    assert [row["version"] for row in body["exported"]] == [5] and body["versions"] == list(range(6))
+    assert "nothing new" in invoke("export", whole.root, "-o", out).output
+    result = invoke("import", out, "--version", 4, "-o", tmp_path / "four")
+    assert result.exit_code == 0, result.output
+    found = load_file(tmp_path / "four" / "model.safetensors")
+    assert bits(found) == bits(make_tensors(1, 4))
+    assert json.loads((tmp_path / "four" / "config.json").read_text())["model_type"] == "made"
+    assert {path.name for path in (tmp_path / "four").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    body = json.loads(invoke("import", out, "-o", tmp_path / "newest", "--json").stdout)
+    assert (body["version"], body["deltas"], body["unproven"]) == (5, 5, [])
+    assert body["digest"] == rows(whole)[5].digest
+
+
+def test_commands_refuse_in_one_line(whole: RunLayout, tmp_path: Path, base: Path) -> None:
+    publish_peer(tmp_path / "peer", [1, 2])
+    (tmp_path / "none").mkdir()
+    for arguments, words in (
+        (("export", whole.root, "-o", tmp_path / "a", "--from", 3, "--to", 2), "--from 3 is after --to 2"),
+        (("export", whole.root, "-o", tmp_path / "a", "--from", 30), "policy version 30 is not published"),
+        (("export", whole.root, "-o", tmp_path / "peer"), "was not written by"),
+        (("import", tmp_path / "peer", "--version", 7, "-o", tmp_path / "b"), "holds no version 7"),
+        (
+            ("import", tmp_path / "peer", "--version", 2, "-o", tmp_path / "b"),
+            "builds on version 0, which is not there",
+        ),
+        (("import", tmp_path / "gone", "-o", tmp_path / "b"), "is not a directory"),
+        (("import", tmp_path / "none", "-o", tmp_path / "b"), "holds no versions"),
+        (("import", tmp_path / "peer", "-o", base, "--base", base), "not an empty directory"),
+        (("import", tmp_path / "peer", "-o", tmp_path / "b", "--base", tmp_path / "none"), r"holds no *.safetensors"),
+    ):
+        result = invoke(*arguments)
+        assert isinstance(result.exception, MilesbatchError), arguments
+        assert words in result.exception.what and result.exception.mend, result.exception
+    assert not (tmp_path / "b").exists()
+
+
+def test_unproven_tensors_are_told(tmp_path: Path, base: Path) -> None:
+    publish_peer(tmp_path / "peer", [1, 2])
+    result = invoke("import", tmp_path / "peer", "--base", base, "-o", tmp_path / "two")
+    assert result.exit_code == 0 and "no checksum covers 1 tensor of the full checkpoint: frozen" in result.output
+
+
+def test_following_ends_with_the_asked_version(
+    whole: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_exchange, "_LOOK_S", 0.01)
+    monkeypatch.setattr(weights_exchange.StatusReader, "condition", lambda reader: SimpleNamespace(is_over=False))
+
+    def go_on() -> None:
+        for version in range(6, 9):
+            time.sleep(0.05)
+            publish(whole, range(version, version + 1))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    result = invoke("export", whole.root, "-o", tmp_path / "out", "--from", 5, "--to", 8, "--follow")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert published_versions(tmp_path / "out") == [5, 6, 7, 8]
+    assert rebuild_published(tmp_path / "out", 8).deltas == 3
+
+
+def test_following_ends_with_the_run(whole: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was published between the last look and the end is there too."""
+
+    def condition(reader: object) -> SimpleNamespace:
+        publish(whole, range(6, 7))
+        return SimpleNamespace(is_over=True)
+
+    monkeypatch.setattr(weights_exchange.StatusReader, "condition", condition)
+    result = invoke("export", whole.root, "-o", tmp_path / "out", "-f")
+    assert result.exit_code == 0, result.output
+    assert published_versions(tmp_path / "out") == list(range(7))
