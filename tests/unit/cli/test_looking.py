@@ -193,6 +193,20 @@ def test_watch_ends_with_the_run(tmp_path: Path, events: dict[str, Any], code: i
     assert f"  {state}" in ended.stdout and len(ended.stdout.splitlines()) == 1
 
 
+def test_a_run_whose_controller_ends_badly_names_the_cause_at_once(tmp_path: Path) -> None:
+    """While it still ends its processes, and makes the last report."""
+    import os
+    import socket
+
+    from milesbatch.store.liveness import process_started
+
+    layout = ended_run(tmp_path / "run", failed={"error": "the disk is full", "exit_code": 1})
+    record = make_incarnation(1, host=socket.gethostname(), pid=os.getpid(), process_started=process_started())
+    layout.incarnation(1).write_bytes(record.to_bytes())
+    body = run_status(layout)
+    assert (body["state"], body["cause"]) == ("draining", "the disk is full")
+
+
 def test_watch_tells_only_what_changed(tmp_path: Path) -> None:
     body = crowded_body(tmp_path)
     later = {**body, "jobs": [{**job, "time_left_s": 1.0} for job in body["jobs"]]}

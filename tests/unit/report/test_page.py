@@ -297,6 +297,16 @@ def test_the_trace_alone_or_with_the_page(small: RunLayout, tmp_path: Path) -> N
     assert list(json.loads(both.stdout)) == ["trace", "page"] and out.exists()
 
 
+def test_the_samples_beside_the_page(small: RunLayout, tmp_path: Path) -> None:
+    out, samples = tmp_path / "o.html", tmp_path / "s.jsonl"
+    words = ["report", str(small.root), "-o", str(out), "--samples", str(samples), "--no-audit", "--json"]
+    body = json.loads(CliRunner().invoke(app, words).stdout)
+    assert list(body) == ["page", "samples"] and body["samples"]["bytes"] == samples.stat().st_size
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    cards = Reader(out.read_text()).named("article")
+    assert len(found) == len(cards) >= 3 and found[0]["kind"] == "best" and found[0]["reward"] == 1.0
+
+
 def test_a_place_that_cannot_be_written(small: RunLayout, tmp_path: Path) -> None:
     for place in (tmp_path / "no" / "x.html", tmp_path):
         with pytest.raises(Exception, match="directory"):
