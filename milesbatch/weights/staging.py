@@ -40,7 +40,8 @@ from numpy.typing import NDArray
 
 from milesbatch.errors import CorruptArtefactError, InputError, StorageError
 from milesbatch.records import TensorEntry, WeightsManifest
-from milesbatch.store.durable import make_directory, publish_directory, remove_tree, replace_hint, storage_error
+from milesbatch.store.directories import publish_directory
+from milesbatch.store.durable import make_directory, remove_tree, replace_hint, storage_error
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.folding import Link, LinkError, fold_tensor
 from milesbatch.weights.materialize import write_model
