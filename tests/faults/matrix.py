@@ -188,6 +188,16 @@ PROCESSES = (
         (f"{_KILLED}::test_a_role_that_keeps_dying_stops_the_run_and_says_why",),
     ),
     Row(
+        "an evaluator is killed at any moment, again and again, or cannot work",
+        (1, 2, 3),
+        (
+            "end_to_end/test_evaluation.py::test_a_killed_evaluator_is_replaced_and_makes_what_is_missing_once",
+            "end_to_end/test_evaluation.py::test_evaluation_changes_no_bit_of_the_training",
+            "unit/evaluation/test_evaluating.py::test_killed_before_any_of_its_mutations_the_next_one_goes_on",
+            "unit/controller/test_evaluator_deaths.py::test_it_is_started_again_and_then_off_while_the_run_goes_on",
+        ),
+    ),
+    Row(
         "tracking dies, its database is locked or cannot be written",
         (2,),
         (
