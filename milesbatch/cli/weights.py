@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from milesbatch.cli import weights_exchange
+from milesbatch.cli import weights_exchange, weights_stage, weights_stats
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
@@ -26,7 +26,7 @@ from milesbatch.weights.reader import committed_versions, is_retired
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Policy versions of a run: list, check, write out as a model directory, exchange with other tools, register.",
+    help="Policy versions of a run: list, check, look at changes, write out, exchange with other tools, register.",
 )
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a name under $MILESBATCH_RUNS.")]
@@ -111,6 +111,10 @@ def register(
     Console().print(text, soft_wrap=True, markup=False)
 
 
+app.command("stats", epilog="Example: milesbatch weights stats runs/tiny")(weights_stats.stats)
+app.command("stage", epilog="Example: milesbatch weights stage runs/tiny -o /dev/shm/tiny --follow")(
+    weights_stage.stage
+)
 app.command("export", epilog="Example: milesbatch weights export runs/tiny -o tiny-weights --follow")(
     weights_exchange.export
 )

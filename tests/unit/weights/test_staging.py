@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from milesbatch.cli import weights_stage
+from milesbatch.cli.weights import app
 from milesbatch.errors import InputError
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights import staging as module
@@ -219,3 +222,27 @@ def test_one_process_at_a_time(layout: RunLayout, chain: Publisher, tmp_path: Pa
     with Staging(tmp_path / "stage", layout), pytest.raises(InputError, match="used by another process"):
         Staging(tmp_path / "stage", layout)
     Staging(tmp_path / "stage", layout).close()
+
+
+def test_the_command_stages_one_version_or_the_newest(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_stage, "find_run", lambda text: layout)
+    monkeypatch.setattr(weights_stage, "read_incarnations", lambda layout: ())
+    monkeypatch.setattr(weights_stage.Seals, "accept_weights", lambda self, manifest: True)
+    directory = tmp_path / "stage"
+
+    def invoke(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["stage", "run", "-o", str(directory), *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout
+
+    assert f"{directory}/model is policy version 2 (xxh128:" in invoke("--version", "2")[1]
+    assert "already" in invoke("--version", "2")[1]
+    code, text = invoke("--json")
+    assert code == 0 and json.loads(text)["version"] == 6 and len(json.loads(text)["staged"]) == 1
+    with Staging(directory, layout) as staging:
+        assert_holds(staging, 6, version_tensors)
+    with pytest.raises(InputError, match="give one of the two"):
+        invoke("--version", "2", "--follow")
