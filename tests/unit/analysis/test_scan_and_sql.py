@@ -202,7 +202,8 @@ def test_tables(tables: Tables) -> None:
         {"step": 1, "trained": 2, "rejected": 1, "y": 2026}, {"step": 2, "trained": 2, "rejected": 0, "y": 2026},
     ]  # fmt: skip
     assert rows(tables, "select count(*) as n from files where uncounted is null") == [{"n": 6}]
-    assert {row["name"] for row in rows(tables, "show tables")} == {"trajectories", "groups", "batches", "files"}
+    expected = {"trajectories", "groups", "batches", "files", "evaluations"}
+    assert {row["name"] for row in rows(tables, "show tables")} == expected
 
 
 def test_a_query_over_nested_columns(tables: Tables) -> None:
