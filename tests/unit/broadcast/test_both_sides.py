@@ -193,6 +193,7 @@ def test_versions_come_by_broadcast_over_one_group_and_figures_are_told(scene: C
         one.publish(version)
         assert [one.reach(name, version) for name in ("rollout-0", "rollout-1")] == ["broadcast", "broadcast"]
         figures = one.trainer.finish()
+        assert one.reaches["rollout-0"].is_near(version + 1), "nothing is on its way now"
         assert (figures["broadcast_receivers"], figures["broadcast_groups"]) == (2, 1)
         assert figures["broadcast_bytes"] == 100 * 64 * 2 + 64 * 64 * 4 + 64 * 4
     assert [event["members"] for event in one.told("trainer-0", "broadcast_group")] == [["rollout-0.1", "rollout-1.1"]]
