@@ -137,7 +137,7 @@ def _cells(record: EvaluationRecord, *, is_best: bool) -> list[str]:
         f"{figures.length_mean:.1f}",
         str(cut),
         str(figures.failed),
-        f"{record.seconds:.1f}",
+        f"{record.seconds:.2f}",
     ]
 
 

@@ -85,7 +85,14 @@ def test_a_killed_evaluator_is_replaced_and_makes_what_is_missing_once(disturbed
         table = pa.ipc.open_file(str(path)).read_all()
         assert table.num_rows == body["figures"]["samples"] == 20
         assert {row["role"] for row in table["messages"][0].as_py()} == {"user", "assistant"}
-    assert not list((disturbed / "holds").iterdir())
+    (dead,) = [
+        event["pid"]
+        for event in events(disturbed, "controller-0", "process_started")
+        if event["name"] == "evaluation-0"
+    ][:1]
+    assert [path.name.split("-")[-2] for path in (disturbed / "holds").iterdir()] in ([str(dead)], []), (
+        "its hold goes stale"
+    )
 
 
 def test_the_run_with_evaluations_is_sound_and_its_groups_are_those_of_training(disturbed: Path, cache: Path) -> None:
