@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from milesbatch.cli import weights_exchange, weights_stage, weights_stats
+from milesbatch.cli import weights_exchange, weights_mirror, weights_stage, weights_stats
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
@@ -121,6 +121,8 @@ app.command("export", epilog="Example: milesbatch weights export runs/tiny -o ti
 app.command("import", epilog="Example: milesbatch weights import tiny-weights --version 20 -o tiny-20")(
     weights_exchange.import_version
 )
+app.command("push", epilog="Example: milesbatch weights push runs/tiny s3://bucket/tiny --follow")(weights_mirror.push)
+app.command("pull", epilog="Example: milesbatch weights pull s3://bucket/tiny tiny-weights")(weights_mirror.pull)
 
 
 def _table(found: list[WeightsRow]) -> Table:

@@ -180,6 +180,11 @@ class RunLayout:
         return self.root / "quarantine"
 
     @property
+    def mirror(self) -> Path:
+        """Only in a directory of pulled weights: it says from where, and that files may be absent."""
+        return self.root / "mirror.json"
+
+    @property
     def tracking(self) -> Path:
         """MLflow's SQLite database and artefacts, when no other place is set."""
         return self.root / "tracking"

@@ -74,8 +74,10 @@ def verify(layout: RunLayout) -> Iterator[Violation]:
     """Check every kept version: files against their digests, and each chain against each recorded weights digest.
 
     A version with a delta and a keyframe is checked both ways. After damage the walk goes on from the next keyframe. Of a
-    retired version only the records are checked: the walk begins with the first keyframe behind it.
+    retired version only the records are checked: the walk begins with the first keyframe behind it. In a directory of pulled
+    weights a file may be absent, as long as the version can be rebuilt without it.
     """
+    is_part = layout.mirror.exists()
     held: _Held | None = None
     base = 0
     for version in committed_versions(layout):
@@ -94,8 +96,11 @@ def verify(layout: RunLayout) -> Iterator[Violation]:
             held = None
             continue
         walk = _Walk(layout, manifest, path)
-        held = walk.by_delta(held) if manifest.parent is not None else None
-        held = walk.by_keyframe(held) if manifest.keyframe is not None else held
+        has_delta, has_keyframe = walk.ways(is_part)
+        held = walk.by_delta(held) if has_delta else None
+        held = walk.by_keyframe(held) if has_keyframe else held
+        if is_part and held is None:
+            walk.is_lost()
         if not is_retired(layout, version):  # it may have been retired while it was read
             yield from (found for found in walk.violations if found.kind != "chain" or version >= base)
 
@@ -119,6 +124,22 @@ class _Walk:
     def __init__(self, layout: RunLayout, manifest: WeightsManifest, path: str) -> None:
         self._layout, self._manifest, self._path = layout, manifest, path
         self.violations: list[Violation] = []
+
+    def ways(self, is_part: bool) -> tuple[bool, bool]:
+        """Is there a delta, and a keyframe? With ``is_part`` those with all files; when no way has, both are to be named."""
+        manifest, directory = self._manifest, self._layout.weights_version(self._manifest.version)
+        stated = (manifest.parent is not None, manifest.keyframe is not None)
+        full = keyframe_ref(manifest)
+        here = (
+            stated[0] and all((directory / ref.path).exists() for ref in delta_refs(manifest)),
+            full is not None and (directory / full.path).exists(),
+        )
+        return here if is_part and any(here) else stated
+
+    def is_lost(self) -> None:
+        """The files that are there do not lead to this version."""
+        if not self.violations:
+            self._add("chain", f"version {self._manifest.version} cannot be rebuilt from the files that are here")
 
     def by_delta(self, held: _Held | None) -> _Held | None:
         manifest = self._manifest

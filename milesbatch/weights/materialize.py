@@ -81,6 +81,11 @@ def _write(model: Path, config: bytes | None, tensors: Mapping[str, RawTensor], 
         write_tensors(file.stream, tensors)
 
 
+def is_weights_file(name: str) -> bool:
+    """Does a file of this name in a model directory hold weights, or say where they are?"""
+    return name.endswith(_WEIGHT_SUFFIXES)
+
+
 def require_empty(directory: Path) -> None:
     """Accept a directory that does not exist or is empty.
 
@@ -124,5 +129,5 @@ def _config(layout: RunLayout, tensors: Mapping[str, RawTensor]) -> bytes:
 
 def _model_files(model: Path) -> Iterator[tuple[Path, Path]]:
     for path in sorted(model.rglob("*")):
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith(TEMPORARY_PREFIX):
+        if path.is_file() and not is_weights_file(path.name) and not path.name.startswith(TEMPORARY_PREFIX):
             yield path, path.relative_to(model)
