@@ -49,9 +49,9 @@ def section_of(recipe: Recipe, prompts: Path | None = None) -> Evaluation:
                 mend="give held-out prompts with --prompts FILE, or add the section: see docs/evaluation.md",
             )
         return recipe.evaluation
-    # Columns are called as in the recipe's own file.
+    # Columns are called as in the recipe's own file; ids are for people, and a file need not have any.
     like = recipe.evaluation.prompts if recipe.evaluation is not None else recipe.data
-    columns = like.model_dump(exclude={"path"}) if isinstance(like, FileData) else {"kind": "file"}
+    columns = like.model_dump(exclude={"path", "id_field"}) if isinstance(like, FileData) else {"kind": "file"}
     data = FileData.model_validate({**columns, "path": str(prompts)})
     if recipe.evaluation is None:
         return Evaluation(prompts=data, num_prompts=None)

@@ -16,6 +16,7 @@ from milesbatch.evaluation.asking import due_versions, section_of
 from milesbatch.evaluation.by_hand import Wish, evaluate_by_hand
 from milesbatch.evaluation.evaluator import Generating
 from milesbatch.evaluation.following import follow_versions, hold_from
+from milesbatch.recipe.models import Evaluation, FileData
 from milesbatch.records import Hold, Retirement
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun
@@ -192,3 +193,9 @@ def test_a_recipe_without_the_section_needs_a_file(rig: Rig) -> None:
         section_of(bare)
     section = section_of(bare, Path("x.jsonl"))
     assert (section.prompts.kind, section.num_prompts, section.temperature) == ("file", None, 0.0)
+    own = {"prompts": {"kind": "file", "path": "own.jsonl", "prompt_field": "question", "id_field": "id"}}
+    named = rig.place.recipe.model_copy(update={"evaluation": Evaluation.model_validate(own)})
+    asked = section_of(named, Path("x.jsonl")).prompts
+    assert asked == FileData(path="x.jsonl", prompt_field="question"), (
+        "columns as in the recipe, but ids need not be there"
+    )
