@@ -24,7 +24,7 @@ from milesbatch.report.page.words import many, size
 from milesbatch.weights.changes import Changes, Group, mark_in_words, read_changes, totals
 
 _SPARKS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24
+_WIDTH = 20
 _MOST_MARKS = 20
 
 
@@ -108,20 +108,20 @@ def _sizes(changes: Changes) -> str:
 
 
 def _table(heading: str, groups: Sequence[Group], versions: Sequence[int]) -> Table:
-    table = Table()
-    for name in (heading, "tensors", "elements", "first", "last", "mean", "max", "at", "over versions"):
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)  # fits 80 columns
+    for name in (heading, "elements", "first", "last", "mean", "max", "at", "over versions"):
         table.add_column(name, justify="left" if name in ("kind", "over versions") else "right", no_wrap=True)
     for group in groups:
         moments = group.moments(versions)
         if moments is not None:
-            shares = (_share(value) for value in (moments.first, moments.last, moments.mean, moments.max))
-            row = (group.name, f"{group.tensors:,}", f"{group.elements:,}", *shares, str(moments.max_version))
-            table.add_row(*row, sparks(group.density))
+            shares = (f"{100 * value:.3g}%" for value in (moments.first, moments.last, moments.mean, moments.max))
+            table.add_row(group.name, _count(group.elements), *shares, str(moments.max_version), sparks(group.density))
     return table
 
 
-def _share(value: float) -> str:
-    return f"{value:.3%}" if value < 0.0995 else f"{value:.1%}"
+def _count(number: int) -> str:
+    """Three digits and a prefix."""
+    return size(number).removesuffix("B").strip().replace("k", "K").replace(" ", "")
 
 
 def sparks(values: Sequence[float | None], width: int = _WIDTH) -> str:

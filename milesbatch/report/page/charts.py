@@ -189,6 +189,32 @@ def bars(*, height: int, x_title: str) -> Spec:
     return _rectangles(height, x_title, scale, "~s", ["@c1", "@c2"])
 
 
+def heatmap(*, num_rows: int, x_title: str) -> Spec:
+    """Rows over versions. Data: ``parts`` (start, end, row, level from 0 to 1, text), in the order of ``start``; rows lie from
+    top to bottom as they first come."""
+    each = max(4, min(14, 400 // max(num_rows, 1)))
+    begin, end = "scale('x', datum.start)", "scale('x', datum.end)"
+    return {
+        **_frame(each * num_rows),
+        "signals": _signals({"name": "x0", "value": 0}, {"name": "x1", "value": 1}),
+        "data": [{"name": "parts"}],
+        "scales": [
+            _x_scale(),
+            {"name": "row", "type": "band", "domain": {"data": "parts", "field": "row"}, "range": "height"},
+        ],
+        "axes": [
+            _x_axis(x_title),
+            {"scale": "row", "orient": "left", "domain": False, "ticks": False, "labelOverlap": True, "minExtent": 36},
+        ],
+        "marks": [
+            {"type": "rect", "from": {"data": "parts"}, "encode": {"update": {
+                "x": {"scale": "x", "field": "start"}, "x2": {"signal": f"max({end}, {begin} + 0.5)"},
+                "y": {"scale": "row", "field": "row"}, "height": {"scale": "row", "band": 1},
+                "fill": {"value": "@c1"}, "fillOpacity": {"signal": "0.06 + 0.94 * datum.level"}}}},
+        ],
+    }  # fmt: skip
+
+
 def _rectangles(height: int, x_title: str, scale: Spec, label: str, colours: list[str]) -> Spec:
     begin, end = "scale('x', datum.start)", "scale('x', datum.end)"
     return {

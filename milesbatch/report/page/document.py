@@ -18,6 +18,7 @@ import yaml
 from milesbatch import __version__
 from milesbatch.recipe.dotted import dotted
 from milesbatch.report.page import made, opening, told
+from milesbatch.report.page.changes import changes_charts, changes_section
 from milesbatch.report.page.charts import timeline
 from milesbatch.report.page.evaluations import evaluation_chart, evaluation_section
 from milesbatch.report.page.html import Html, joined, raw, safe_json, tag
@@ -63,9 +64,16 @@ def page(material: Material, library: str | None) -> str:
     charts += weight_charts
     evaluation, evaluations = evaluation_chart(material.evaluations)
     charts += [evaluation] if evaluation is not None else []
+    change_charts, changed = changes_charts(material.changes)
+    charts += change_charts
     data = {
         "charts": charts,
-        "tables": {"steps": steps_table(steps), "versions": versions, "evaluations": evaluations},
+        "tables": {
+            "steps": steps_table(steps),
+            "versions": versions,
+            "evaluations": evaluations,
+            "changes": changed,
+        },
         "breaks": _breaks(steps),
         "timeline": _timeline_data(lanes),
     }
@@ -126,9 +134,8 @@ def _weights(material: Material) -> Html:
                               tag("span", tag("i", _class="swatch s2"), "pause"), _class="values")),
             _chart("times", "seconds of publishing and fetching by policy version"), _class="card"),
     ]  # fmt: skip
-    return joined(
-        [made.weights_words(material.versions), tag("div", *grid, _class="grid pair") if material.versions else None]
-    )
+    charts = tag("div", *grid, _class="grid pair") if material.versions else None
+    return joined([made.weights_words(material.versions), charts, changes_section(material.changes)])
 
 
 def _breaks(steps: Steps) -> list[int]:

@@ -16,6 +16,7 @@ from milesbatch.audit.verdict import Verdict
 from milesbatch.errors import MilesbatchError
 from milesbatch.evaluation.reader import Curve
 from milesbatch.records import IncarnationRecord
+from milesbatch.report.page.changes import MOST_VERSIONS
 from milesbatch.report.page.evaluations import read_curves
 from milesbatch.report.page.experience import Experience, look_at_experience
 from milesbatch.report.page.samples import Shown, read_chosen
@@ -26,6 +27,7 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.timeline.evidence import Evidence, read_evidence
 from milesbatch.timeline.slices import Story, tell
 from milesbatch.timeline.troubles import Trouble, find_troubles
+from milesbatch.weights.changes import Changes, read_changes
 
 T = TypeVar("T")
 _MOST_INCARNATIONS = 100_000
@@ -45,6 +47,7 @@ class Material:
     experience: Experience
     samples: list[Shown]
     versions: list[VersionRow]
+    changes: Changes
     evaluations: list[Curve]
     recipe: str
     verdict: Verdict | None
@@ -64,6 +67,9 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
     samples = read_chosen(experience, gaps)
     versions, unread = list_versions(layout, evidence)
     gaps += unread
+    changes = _attempt(lambda: read_changes(layout, MOST_VERSIONS), Changes(), gaps)
+    told = {gap.partition(" ")[0] for gap in gaps}
+    gaps += [gap for gap in changes.gaps if gap.partition(" ")[0] not in told]
     evaluations, damaged = read_curves(layout)
     gaps += damaged
     status = _attempt(lambda: run_status(layout), None, gaps)
@@ -85,6 +91,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
         experience=experience,
         samples=samples,
         versions=versions,
+        changes=changes,
         evaluations=evaluations,
         recipe=(recipe or b"").decode(errors="replace"),
         verdict=verdict,

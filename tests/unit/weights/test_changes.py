@@ -186,7 +186,7 @@ def test_sparks() -> None:
 
 
 def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
 
 
 def test_the_command(layout: RunLayout) -> None:
@@ -199,7 +199,8 @@ def test_the_command(layout: RunLayout) -> None:
     assert text.exit_code == 0, text.output
     assert "31 policy versions" in text.output and "30 deltas: 30 kB" in text.output
     assert "tensors of deltas by encoding: steps-zstd 100.0%" in text.output
-    assert "mlp.up_proj" in text.output and "45.0%" in text.output and "█" in text.output
+    assert "mlp.up_proj" in text.output and "45%" in text.output and "█" in text.output
+    assert max(len(line) for line in text.output.splitlines() if "█" in line) <= 80 and "…" not in text.output
     assert "version 30 changed 23.000%" in text.output
     body = json.loads(invoke("stats", layout.root, "--json").stdout)
     assert body["versions"][30] == {
