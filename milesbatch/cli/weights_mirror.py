@@ -101,6 +101,10 @@ def pull(
         bool, typer.Option("-f", "--follow", help="Go on with what comes, until --version is there, or Ctrl-C.")
     ] = False,
     version: Annotated[int | None, typer.Option("--version", min=0, help="Policy version; else the newest.")] = None,
+    limit_gib: Annotated[
+        float | None,
+        typer.Option("--limit", min=0.0, metavar="GIB", help="Above it, drop what the newest keyframe makes needless."),
+    ] = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,6 +124,9 @@ def pull(
                 if not as_json:
                     words = f"{many(one.files, 'file')}, {size(one.bytes)} fetched"
                     print(f"version {one.version} ({one.digest}) is in {directory}: {words}", flush=True)
+                dropped = () if limit_gib is None else job.shrink(one.version, int(limit_gib * (1 << 30)))
+                if dropped and not as_json:
+                    print(f"dropped from {directory}: versions {dropped[-1]} to {dropped[0]}", flush=True)
     except KeyboardInterrupt:
         pass  # it ends the following; what was pulled stays
     if as_json:

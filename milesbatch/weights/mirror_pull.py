@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, RunRecord, WeightsManifest, canonical_json
 from milesbatch.store.durable import (
     create_exclusively,
@@ -32,9 +33,11 @@ from milesbatch.store.durable import (
     publish_file,
     publishing,
     read_optional,
+    remove_tree,
     storage_error,
     sweep_temporary,
 )
+from milesbatch.store.holds import HoldWatch
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.object_requests import in_order
 from milesbatch.store.port import ArtefactStore, MissingArtefactError, join
@@ -83,6 +86,7 @@ class Pull:
 
     def __init__(self, store: ArtefactStore, directory: Path) -> None:
         self._store, self._layout = store, RunLayout(directory)
+        self._holds = HoldWatch(self._layout)
 
     @property
     def layout(self) -> RunLayout:
@@ -167,17 +171,50 @@ class Pull:
                 f"policy version {version} is not at {self._store.url}",
                 mend="choose one that was pushed, or wait with --follow",
             )
-        files = num_bytes = 0
-        while (plan := plan_chain(partial(self._priced, way, version), version, unusable=way.unusable)) is not None:
-            more_files, more_bytes, culprit = self._follow(way, plan)
-            files, num_bytes = files + more_files, num_bytes + more_bytes
-            if culprit is None:
-                return Pulled(version, target.weights_digest, files, num_bytes, tuple(way.damage))
-            way.unusable.add(culprit)
+        plan, files, num_bytes = self._reach(way, version, partial(self._priced, way, version))
+        if plan is not None:
+            return Pulled(version, target.weights_digest, files, num_bytes, tuple(way.damage))
         found = "; ".join(way.damage) or "no keyframe with an unbroken chain of deltas was pushed"
         raise CorruptArtefactError(
             f"policy version {version} cannot be had from {self._store.url}: {found}", mend=_MEND
         )
+
+    def shrink(self, version: int, limit_bytes: int) -> tuple[int, ...]:
+        """When ``weights/`` has more than ``limit_bytes``: drop what the cheapest whole chain to ``version`` does not need.
+
+        That chain may begin with a keyframe that is fetched first. What readers of the directory hold stays. Returns the
+        versions that were dropped, newest first: if killed midway, what is left can still be rebuilt.
+
+        Raises:
+            StorageError: as :meth:`bring`; or something could not be deleted.
+        """
+        if self._num_bytes() <= limit_bytes:
+            return ()
+        way = _Way()
+        plan, _, _ = self._reach(way, version, partial(self._manifest, way, version))
+        held = self._holds.versions()
+        if plan is None or plan.keyframe is None or held is None:
+            return ()
+        if min((plan.keyframe.version, *held)) < plan.keyframe.version:
+            return ()  # a reader needs the older chain
+        old = [number for number in self._directories() if number < plan.keyframe.version]
+        for number in reversed(old):
+            remove_tree(self._layout.weights_version(number))
+        return tuple(reversed(old))
+
+    def _num_bytes(self) -> int:
+        try:
+            return sum(path.stat().st_size for path in self._layout.weights.glob("*/*"))
+        except OSError as error:
+            raise storage_error(self._layout.weights, error) from error
+
+    def _directories(self) -> list[int]:
+        """Versions that have anything here, ascending."""
+        found = []
+        for path in self._layout.weights.iterdir():
+            with contextlib.suppress(ValueError):
+                found.append(parse_number(path.name))
+        return sorted(found)
 
     # -- manifests and the plan ---------------------------------------------------------------------------------------
 
@@ -230,6 +267,19 @@ class Pull:
             raise storage_error(self._path(version, ref), error) from error
 
     # -- files --------------------------------------------------------------------------------------------------------
+
+    def _reach(
+        self, way: _Way, version: int, read: Callable[[int], WeightsManifest | None]
+    ) -> tuple[Plan | None, int, int]:
+        """Fetch the cheapest way that is undamaged, as ``read`` tells the prices. None without one; files and bytes fetched."""
+        files = num_bytes = 0
+        while (plan := plan_chain(read, version, unusable=way.unusable)) is not None:
+            more_files, more_bytes, culprit = self._follow(way, plan)
+            files, num_bytes = files + more_files, num_bytes + more_bytes
+            if culprit is None:
+                break
+            way.unusable.add(culprit)
+        return plan, files, num_bytes
 
     def _follow(self, way: _Way, plan: Plan) -> tuple[int, int, Step | None]:
         """Fetch the files of a plan, and commit each manifest after its payload. Files, bytes, and the step that is damaged."""

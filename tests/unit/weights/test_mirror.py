@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from milesbatch.cli import weights_mirror
 from milesbatch.cli.weights import app
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.records import FileRef, Hold, Retirement, RunRecord
+from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.operations import Operations, installed
 from milesbatch.store.port import KeyRefusedError
@@ -136,6 +138,40 @@ def test_it_holds_what_it_reads(run: RunLayout, store: PosixStore) -> None:
     (hold,) = run.holds.glob("*.json")
     assert Hold.from_bytes(hold.read_bytes(), "").version == 0
     assert len(list(versions)) == 6 and not list(run.holds.glob("*.json"))
+
+
+def test_above_the_limit_an_older_chain_goes_when_a_newer_keyframe_is_there(
+    run: RunLayout, pushed: PosixStore, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    pull = Pull(pushed, here)
+    with pull.taken():
+        for version in range(6):
+            pull.bring(version)
+        assert names(here) == ["0 keyframe", *(f"{version} delta" for version in range(1, 6))]
+        assert pull.shrink(5, 1 << 30) == ()
+        assert list(verify(RunLayout(here))) == []
+        with holding(RunLayout(here), 2, "a reader"):
+            assert pull.shrink(5, 1) == ()
+        assert pull.shrink(5, 1) == (3, 2, 1, 0)
+        assert names(here) == ["4 delta", "4 keyframe", "5 delta"]
+        assert pull.shrink(5, 1) == ()
+        assert pull.bring(6).files == 1
+    assert_holds(here, 6)
+    assert list(verify(RunLayout(here))) == []
+
+
+def test_dropping_killed_before_any_operation_leaves_whole_versions(pushed: PosixStore, tmp_path: Path) -> None:
+    for lives in range(1, 20, 2):
+        here = tmp_path / f"here-{lives}"
+        pull = Pull(pushed, here)
+        with pull.taken():
+            for version in range(6):
+                pull.bring(version)
+            with installed(Mortal(lives)), contextlib.suppress(Killed):
+                pull.shrink(5, 1)
+            assert list(verify(RunLayout(here))) == []
+            assert_holds(here, 5)
 
 
 # -- damage --------------------------------------------------------------------------------------------------------------
@@ -369,6 +405,8 @@ def test_push_and_pull_as_commands(run: RunLayout, tmp_path: Path) -> None:
     assert [(row["version"], row["files"]) for row in body["pulled"]] == [(6, 3)]
     assert invoke("verify", here).exit_code == 0
     assert [row["version"] for row in json.loads(invoke("ls", here, "--json").stdout)] == [4, 5, 6]
+    result = invoke("pull", url, here, "--limit", 0)
+    assert result.exit_code == 0 and "dropped" not in result.output, "the chain begins with the newest keyframe"
     result = invoke("materialize", here, "--version", 5, "-o", tmp_path / "five")
     assert result.exit_code == 0 and (tmp_path / "five" / "tokenizer" / "vocab.json").exists()
 
