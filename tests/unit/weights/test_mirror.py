@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from mirror_runs import assert_holds, make_weights_run, publish
+import torch
+from mirror_runs import assert_holds, make_tensors, make_weights_run, publish
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from milesbatch.cli import weights_mirror
@@ -25,9 +27,11 @@ from milesbatch.store.operations import Operations, installed
 from milesbatch.store.port import KeyRefusedError
 from milesbatch.store.posix_store import PosixStore
 from milesbatch.weights import mirror_pull
+from milesbatch.weights.follower import Follower
 from milesbatch.weights.listing import verify
 from milesbatch.weights.mirror_pull import Pull, Pulled
 from milesbatch.weights.mirror_push import Push, Pushed
+from milesbatch.weights.staging import Staging
 
 
 @pytest.fixture
@@ -172,6 +176,22 @@ def test_dropping_killed_before_any_operation_leaves_whole_versions(pushed: Posi
                 pull.shrink(5, 1)
             assert list(verify(RunLayout(here))) == []
             assert_holds(here, 5)
+
+
+def test_a_follower_and_a_staged_model_go_on_in_a_pulled_directory(pushed: PosixStore, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    pull_one(pushed, here, 2)
+    follower = Follower(RunLayout(here))
+    with Staging(tmp_path / "stage", RunLayout(here)) as staging:
+        for version in (2, 3, 4, 6):
+            pull_one(pushed, here, version)
+            assert follower.advance_to(version).version == version
+            staging.advance_to(version)
+            assert staging.current == version
+    found, expected = load_file(tmp_path / "stage" / "model" / "model.safetensors"), make_tensors(6)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    fresh = Follower(RunLayout(here)).advance_to(6)
+    assert follower.current is not None and fresh.weights_digest == follower.current.weights_digest
 
 
 # -- damage --------------------------------------------------------------------------------------------------------------
