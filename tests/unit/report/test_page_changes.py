@@ -80,7 +80,7 @@ def test_a_damaged_manifest_is_told_once(layout: RunLayout) -> None:
 
 def test_a_thousand_steps_with_their_weights_stay_below_five_megabytes(tmp_path: Path) -> None:
     layout = make_long_run(tmp_path / "long")
-    write_versions(layout, 1001, layers=48, kinds=KINDS, changed=lambda version, place: 100 + (version * place) % 977)
+    write_versions(layout, 1001, layers=36, kinds=KINDS, changed=lambda version, place: 100 + (version * place) % 977)
     began_s = time.process_time()
     changes = read_changes(layout, 240)
     charts, columns = changes_charts(changes)

@@ -141,13 +141,13 @@ def test_a_version_is_seen_whole_or_not_at_all(small_run: RunLayout, tmp_path: P
 def test_killed_at_any_operation_and_given_again(small_run: RunLayout, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     with installed(watched := Watched(whole)):
-        export_all(small_run, whole, None, 2)
+        export_all(small_run, whole, None, 1)
     expected = {name: data for name, (data, _) in snapshot(whole).items()}
     for last in range(watched.count):
         out = tmp_path / f"out-{last}"
         with installed(Watched(out, last)), pytest.raises(StorageError):
-            export_all(small_run, out, None, 2)
-        export_all(small_run, out, None, 2)
+            export_all(small_run, out, None, 1)
+        export_all(small_run, out, None, 1)
         found = {name: data for name, (data, _) in snapshot(out).items() if not name.startswith(".tmp-")}
         assert found == expected, last
 
