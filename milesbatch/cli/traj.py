@@ -34,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Trajectories of a run: list files, read samples, statistics, SQL, compare, export, score again.",
 )
-AllOption = Annotated[bool, typer.Option("--all", help="All rows on the terminal, not only the last ones.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All rows on the terminal, however many.")]
 StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Choose samples of this train step.")]
 
 

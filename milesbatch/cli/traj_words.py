@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milesbatch.analysis.jumps import find_jumps
 from milesbatch.analysis.listing import FileRow
 from milesbatch.analysis.statistics import Overall, StepStatistics
 from milesbatch.analysis.tally import Tally
@@ -20,6 +21,8 @@ from milesbatch.cli.conversation import visible
 
 _LONGEST_LIST = 8
 _MOST_ROWS = 40
+_FIRST_ROWS = 10
+_MOST_JUMPS = 3
 _MOST_CAUSES = 10
 _BAR = 40
 _QUANTILES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
@@ -32,7 +35,7 @@ def file_table(rows: Sequence[FileRow], *, show_all: bool) -> Table:
     left_out = 0 if show_all else max(0, len(rows) - _MOST_ROWS)
     table = Table(
         title=f"{len(rows)} files, {samples:,} trajectories, {size:,} bytes",
-        caption="{} groups trained, {} rejected, {} pending".format(*fates) + _left_out(left_out, "files"),
+        caption="{} groups trained, {} rejected, {} pending".format(*fates) + _left_out(left_out, "earlier files"),
         box=None,
         padding=(0, 1, 0, 0),
     )
@@ -58,17 +61,23 @@ def file_table(rows: Sequence[FileRow], *, show_all: bool) -> Table:
 
 
 def step_table(steps: Sequence[StepStatistics], *, show_all: bool) -> Table:
-    """Statistics by step, the last ones only unless ``show_all``."""
+    """Statistics by step, without the middle ones of a long run unless ``show_all``, and where the reward changed most."""
     left_out = 0 if show_all else max(0, len(steps) - _MOST_ROWS)
+    notes = [_left_out(left_out, "steps in between").removeprefix("; "), _jumps(steps)]
     table = Table(
         title=f"{len(steps)} train steps",
-        caption=_left_out(left_out, "steps").removeprefix("; ") or None,
+        caption="\n".join(note for note in notes if note) or None,
+        caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
     )
     for heading in ("step", "reward", "std", "length", "longest", "cut", "staleness", "trained", "rejected", "failed"):
         table.add_column(heading, justify="right")
-    for step in steps[left_out:]:
+    for place, step in enumerate(steps):
+        if left_out and place == _FIRST_ROWS:
+            table.add_row("...")
+        if left_out and _FIRST_ROWS <= place < _FIRST_ROWS + left_out:
+            continue
         cut = step.finish_reasons.get("length", 0) / step.samples if step.samples else None
         table.add_row(
             str(step.step),
@@ -79,6 +88,17 @@ def step_table(steps: Sequence[StepStatistics], *, show_all: bool) -> Table:
             *(str(count) for count in (step.trained, step.rejected, step.failed)),
         )
     return table
+
+
+def _jumps(steps: Sequence[StepStatistics]) -> str:
+    """The largest changes of the mean reward, and whether they are more than its noise."""
+    found = find_jumps([step.step for step in steps], [step.reward_mean for step in steps])
+    if not found:
+        return ""
+    words = "; ".join(f"at step {jump.step}, {jump.before:.3f} to {jump.after:.3f}" for jump in found[:_MOST_JUMPS])
+    per = "" if found[0].window == 1 else f" (means of {found[0].window} steps each)"
+    sure = "" if found[0].is_clear else "; none is clearly more than noise"
+    return f"largest changes of the reward: {words}{per}{sure}"
 
 
 def print_overall(console: Console, whole: Overall) -> None:
@@ -139,7 +159,7 @@ def _shortened(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _left_out(number: int, what: str) -> str:
-    return f"; {number:,} earlier {what} are not shown (--all)" if number else ""
+    return f"; {number:,} {what} are not shown (--all)" if number else ""
 
 
 def _figure(number: float | None) -> str:

@@ -23,8 +23,9 @@ class Weights(Section):
     keyframe_every: int = Field(
         20,
         ge=1,
-        description="Policy versions from one full copy to the next, with deltas between. 1 writes only full copies; large"
-        " values make a worker that starts late apply many deltas.",
+        description="Policy versions from one full copy to the next at most, with deltas between; the next one comes earlier"
+        " when these deltas have together become larger than it. 1 writes only full copies; large values make a worker that"
+        " starts late apply many deltas.",
     )
     transport: Literal["delta", "broadcast", "both"] = Field(
         "delta",

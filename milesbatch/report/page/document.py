@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 from milesbatch import __version__
+from milesbatch.analysis.jumps import find_jumps
 from milesbatch.recipe.dotted import dotted
 from milesbatch.report.page import made, opening, told
 from milesbatch.report.page.changes import changes_charts, changes_section
 from milesbatch.report.page.charts import timeline
 from milesbatch.report.page.evaluations import evaluation_chart, evaluation_section
 from milesbatch.report.page.html import Html, joined, raw, safe_json, tag
-from milesbatch.report.page.jumps import find_jumps
 from milesbatch.report.page.lanes import Lanes, lay_lanes
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.panels import Panel, chosen_panels, label_of, panel_chart, reward_chart, steps_table

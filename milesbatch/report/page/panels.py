@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from milesbatch.analysis.jumps import Jump
 from milesbatch.report.page.charts import SERIES_COLOURS, curve
-from milesbatch.report.page.jumps import Jump
 from milesbatch.report.page.steps import Column, Steps, rounded
 
 _DOTS_BELOW = 60

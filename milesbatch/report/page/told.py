@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from milesbatch.analysis.jumps import Jump
 from milesbatch.report.page.html import Html, joined, table, tag
-from milesbatch.report.page.jumps import Jump
 from milesbatch.report.page.lanes import Lanes
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.steps import Steps
@@ -229,7 +229,7 @@ def incarnation_table(material: Material, frozen: dict[str, object]) -> Html:
             (str(record.incarnation), record.started_at[:19].replace("T", " "), f"{record.host} (job {record.job_id})",
              record.cause, joined([tag("div", change) for change in changes]) if changes else "none")
         )  # fmt: skip
-    headings = ("incarnation", "began (UTC)", "where", "why", "changes to the recipe")
+    headings = ("incarnation", "began (UTC)", "where", "why", "recipe changes")
     return table(headings, rows, label="incarnations and changes to the recipe", is_stacked=True)
 
 

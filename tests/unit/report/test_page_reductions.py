@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from builders import commit_batch, flip, make_layout, make_rejection, write_groups
 
+from milesbatch.analysis.jumps import find_jumps
 from milesbatch.engines.protocol import VersionSpan
 from milesbatch.records import Rejection
 from milesbatch.report.page.experience import look_at_experience
-from milesbatch.report.page.jumps import find_jumps
 from milesbatch.report.page.lanes import lay_lanes
 from milesbatch.report.page.made import lag_chart
 from milesbatch.report.page.panels import chosen_panels, label_of, smooth

@@ -194,7 +194,7 @@ def test_alive_and_ending(layout: RunLayout, slurm: PreparedSlurm) -> None:
     incarnation(layout, **ALIVE)
     says(layout, failed={"error": "x", "exit_code": 1})
     body = run_status(layout)
-    assert (body["state"], body["cause"]) == ("draining", None)
+    assert (body["state"], body["cause"]) == ("draining", "x")
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_show_chooses_samples_of_a_step(run: RunLayout) -> None:
     ]
     assert document[2]["fate"] == "rejected(zero_variance, 1)"
     shown = call("show", run.root, "--step", 2, "--odd", 1).stdout
-    assert "sample 1, trained(2)" in shown and "its episode failed" in shown and "staleness 0" in shown
+    assert "sample 1, trained(2)" in shown and "the last episode that failed" in shown and "staleness 0" in shown
     assert "best: highest reward" in call("show", run.root, "--step", 1).stdout
 
 
