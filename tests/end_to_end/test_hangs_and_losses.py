@@ -77,10 +77,10 @@ def test_damaged_weights_that_the_trainer_has_left_behind_come_out_of_a_replay(
     run = tmp_path / "run"
     command = Command("run", QUICK, "--run-dir", run, "--set", "checkpoint.every=7", cache=cache)
     wait_until((run / "batches" / "000004.json").exists, "step 4 is recorded")
-    (victim,) = (run / "weights" / "000002").glob("delta.*")
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
+    for victim in (run / "weights" / "000002").glob("*.safetensors"):  # its delta, and a full copy where it has one
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
     _report(command.child("rollout-0"), version=2)
     ended = command.wait()
     assert ended.code == 0, ended.err
