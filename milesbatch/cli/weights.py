@@ -7,8 +7,6 @@ nothing else. Imports without torch. The page behind it is ``docs/format-weights
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from milesbatch.cli import weights_exchange, weights_mirror, weights_stage, weights_stats
+from milesbatch.cli.documents import print_json
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
@@ -38,7 +37,7 @@ def ls(run: RunArgument, as_json: JsonOption = False) -> None:
     """List the committed policy versions with their sizes and the share of elements that changed."""
     found = rows(find_run(run))
     if as_json:
-        _print_json([dataclasses.asdict(row) for row in found])
+        print_json([dataclasses.asdict(row) for row in found])
         return
     Console().print(_table(found))
 
@@ -56,7 +55,7 @@ def verify_run(run: RunArgument, as_json: JsonOption = False) -> None:
     versions = len(committed) - retired
     if as_json:
         body = [dataclasses.asdict(violation) for violation in violations]
-        _print_json({"ok": not violations, "versions": versions, "retired": retired, "violations": body})
+        print_json({"ok": not violations, "versions": versions, "retired": retired, "violations": body})
     else:
         _print_verdict(versions, retired, violations)
     if violations:
@@ -73,7 +72,7 @@ def materialize(
     """Write one policy version as a Hugging Face model directory, checked tensor by tensor."""
     manifest = write_version(find_run(run), version, output)
     if as_json:
-        _print_json({"version": version, "digest": manifest.weights_digest, "path": str(output)})
+        print_json({"version": version, "digest": manifest.weights_digest, "path": str(output)})
         return
     console = Console()
     console.print(
@@ -103,7 +102,7 @@ def register(
         manifest = write_version(layout, version, directory)
         registered = tracked.register_model(directory, name, version, manifest.weights_digest)
     if as_json:
-        _print_json({"name": name, "registered": registered, "version": version, "digest": manifest.weights_digest})
+        print_json({"name": name, "registered": registered, "version": version, "digest": manifest.weights_digest})
         return
     text = (
         f"policy version {version} ({manifest.weights_digest}) is version {registered} of the registered model {name}"
@@ -153,8 +152,3 @@ def _print_verdict(versions: int, retired: int, violations: list[Violation]) -> 
     for violation in violations:
         table.add_row(violation.kind, violation.path, violation.detail)
     console.print(table)
-
-
-def _print_json(document: object) -> None:
-    json.dump(document, sys.stdout, indent=1, ensure_ascii=False)
-    sys.stdout.write("\n")

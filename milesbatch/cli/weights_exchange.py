@@ -6,8 +6,6 @@ output is one JSON document and nothing else. Imports without torch. The page be
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator
 from enum import StrEnum
@@ -17,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from milesbatch.cli.documents import print_json
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError, UsageError
 from milesbatch.report.page.words import many, size
@@ -90,7 +89,7 @@ def export(
             }
             for one in made
         ]
-        _print_json({"layout": layout.value, "directory": str(output), "exported": versions, "versions": there})
+        print_json({"layout": layout.value, "directory": str(output), "exported": versions, "versions": there})
     elif there:
         newly = many(len(made), "version") if made else "nothing new"
         print(f"{newly}; {output} holds {many(len(there), 'policy version')}, {there[0]} to {there[-1]}")
@@ -154,7 +153,7 @@ def import_version(
             "unproven": unproven,
             "path": str(output),
         }
-        _print_json(body)
+        print_json(body)
         return
     console = Console()
     how = f"{many(rebuilt.deltas, 'delta')} on {rebuilt.source}"
@@ -163,8 +162,3 @@ def import_version(
         names = ", ".join(rebuilt.unproven[:_MOST_NAMES]) + (", ..." if len(rebuilt.unproven) > _MOST_NAMES else "")
         words = f"no checksum covers {many(len(rebuilt.unproven), 'tensor')} of the full checkpoint: {names}"
         console.print(words, soft_wrap=True, markup=False)
-
-
-def _print_json(document: object) -> None:
-    json.dump(document, sys.stdout, indent=1, ensure_ascii=False)
-    sys.stdout.write("\n")

@@ -8,7 +8,6 @@ with ``--json`` standard output is one JSON document and nothing else. Imports w
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from milesbatch.cli.documents import print_json
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, CorruptArtefactError, InputError
 from milesbatch.report.page.words import many, size
@@ -71,7 +71,7 @@ def push(
     if as_json:
         rows = [{"version": one.version, "kind": one.kind, "bytes": one.bytes} for one in new]
         versions = sorted(one.version for one in whole)
-        _print_json({"url": url, "pushed": rows, "versions": versions, "left_out": left_out})
+        print_json({"url": url, "pushed": rows, "versions": versions, "left_out": left_out})
     else:
         already = len(whole) - len(new)
         print(f"{many(len(new), 'version')} pushed to {url}, {already} already there")
@@ -131,7 +131,7 @@ def pull(
         pass  # it ends the following; what was pulled stays
     if as_json:
         rows = [dataclasses.asdict(one) for one in done]
-        _print_json({"url": url, "directory": str(directory), "pulled": rows})
+        print_json({"url": url, "directory": str(directory), "pulled": rows})
 
 
 def _pulled(job: Pull, wanted: int | None, follow: bool) -> Iterator[Pulled]:
@@ -175,8 +175,3 @@ def open_store(url: str, endpoint: str | None) -> ArtefactStore:
             )
         return PosixStore(Path(url))
     return ObjectStore(url, {} if endpoint is None else {"client_kwargs": {"endpoint_url": endpoint}})
-
-
-def _print_json(document: object) -> None:
-    json.dump(document, sys.stdout, indent=1, ensure_ascii=False)
-    sys.stdout.write("\n")
