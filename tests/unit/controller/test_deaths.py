@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import make_layout, make_recipe
+from ended_by_hand import EndedByHand
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.controller import supervise
@@ -17,32 +18,13 @@ from milesbatch.errors import RunFailedError
 from milesbatch.store.events import EventLog, read_events
 
 
-class Rank:
-    """A process that ends when the test says so."""
-
-    pid = 1
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    def exit_code(self) -> int | None:
-        return self.code
-
-    def kill(self) -> bool:
-        self.code = self.code if self.code is not None else -signal.SIGKILL
-        return True
-
-    def terminate(self) -> None:
-        """Not asked for here."""
-
-
 class Ranks:
     """Starts ranks on nodes ``n0`` and on, and remembers the newest of each name."""
 
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self.running: dict[str, Rank] = {}
+        self.running: dict[str, EndedByHand] = {}
 
     def has(self, role: str) -> bool:
         return role == "trainer"
@@ -53,8 +35,8 @@ class Ranks:
     def is_lost(self, context: RoleContext) -> bool:
         return False
 
-    def start(self, context: RoleContext, threads: int) -> Rank:
-        self.running[context.name] = Rank()
+    def start(self, context: RoleContext, threads: int) -> EndedByHand:
+        self.running[context.name] = EndedByHand()
         return self.running[context.name]
 
 

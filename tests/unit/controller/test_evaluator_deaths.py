@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from builders import make_layout, make_recipe
+from ended_by_hand import EndedByHand
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.controller.hub import Hub
@@ -18,23 +19,6 @@ from milesbatch.store.layout import RunLayout
 EVALUATION = {"prompts": {"kind": "arithmetic", "min_operand": 100, "max_operand": 200}, "num_prompts": 4}
 
 
-class Process:
-    pid = 1
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    def exit_code(self) -> int | None:
-        return self.code
-
-    def kill(self) -> bool:
-        self.code = self.code if self.code is not None else -signal.SIGKILL
-        return True
-
-    def terminate(self) -> None:
-        """Not asked for here."""
-
-
 class Place:
     """Starts processes, and has a place for ``roles``."""
 
@@ -42,7 +26,7 @@ class Place:
 
     def __init__(self, *roles: str) -> None:
         self.roles = roles
-        self.running: dict[str, Process] = {}
+        self.running: dict[str, EndedByHand] = {}
         self.starts: list[str] = []
 
     def has(self, role: str) -> bool:
@@ -54,8 +38,8 @@ class Place:
     def is_lost(self, context: RoleContext) -> bool:
         return False
 
-    def start(self, context: RoleContext, threads: int) -> Process:
-        self.running[context.name] = Process()
+    def start(self, context: RoleContext, threads: int) -> EndedByHand:
+        self.running[context.name] = EndedByHand()
         self.starts.append(context.name)
         return self.running[context.name]
 
