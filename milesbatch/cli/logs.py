@@ -7,12 +7,14 @@ it is
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Annotated
 
 import typer
 
+from milesbatch.cli.following import looks
 from milesbatch.cli.runs import find_submitted
 from milesbatch.errors import InputError
 from milesbatch.report.logs import Line, LogReader, Wanted
@@ -21,7 +23,7 @@ from milesbatch.report.status import StatusReader
 from milesbatch.store.layout import RunLayout
 
 _LOOK_S = 0.5
-_OVER_S = 5.0
+_WAIT_S = 5.0
 
 
 def logs(
@@ -65,21 +67,10 @@ def logs(
 
 def _follow(layout: RunLayout, reader: LogReader) -> None:
     """Until the run is over, or Ctrl-C, which is no error: it ends the looking, not the run."""
-    status = StatusReader(layout)
-    next_s = 0.0
-    try:
-        while True:
-            is_over = False
-            if time.monotonic() >= next_s:
-                is_over = status.condition().is_over
-                next_s = time.monotonic() + _OVER_S
-            for line in reader.new(rest=is_over):
+    with contextlib.suppress(KeyboardInterrupt):
+        for is_last in looks(layout, follow=True, pause_s=_LOOK_S):
+            for line in reader.new(rest=is_last):
                 _show(line)
-            if is_over:
-                return
-            time.sleep(_LOOK_S)
-    except KeyboardInterrupt:
-        return
 
 
 def _wait_for_logs(layout: RunLayout) -> None:
@@ -93,7 +84,7 @@ def _wait_for_logs(layout: RunLayout) -> None:
         if not is_told:
             print(f"(no logs yet: {condition.state}; {condition.note or 'waiting for the first'})", file=sys.stderr)
             is_told = True
-        time.sleep(_OVER_S)
+        time.sleep(_WAIT_S)
 
 
 def _show(line: Line) -> None:

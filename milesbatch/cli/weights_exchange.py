@@ -6,7 +6,6 @@ output is one JSON document and nothing else. Imports without torch. The page be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -16,10 +15,10 @@ import typer
 from rich.console import Console
 
 from milesbatch.cli.documents import print_json
+from milesbatch.cli.following import looks
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError, UsageError
 from milesbatch.report.page.words import many, size
-from milesbatch.report.status import StatusReader
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.digest import weights_digest
@@ -29,8 +28,6 @@ from milesbatch.weights.miles_import import rebuild_published
 from milesbatch.weights.miles_layout import published_versions
 from milesbatch.weights.reader import AcceptManifest
 
-_LOOK_S = 1.0
-_OVER_S = 5.0
 _MOST_NAMES = 5
 
 
@@ -107,21 +104,15 @@ def _exported(
     """Versions as they are published; with ``follow`` until ``last`` is there, or the run is over and all of it is."""
     if first is not None and not follow and (one := exporter.export(first)) is not None:
         yield one  # or the error that says why just this one cannot be had
-    status, next_s, is_over = StatusReader(layout), 0.0, False
-    while True:
+    for _ in looks(layout, follow=follow):
         for version in exporter.due(first, last):
             if (one := exporter.export(version)) is not None:
                 yield one
         newest = exporter.last
-        if not follow or is_over or (last is not None and newest is not None and newest >= last):
+        if last is not None and newest is not None and newest >= last:
             return
         if newest is not None and first is not None and newest >= first:
             first = None  # from here on, what follows the newest
-        if time.monotonic() >= next_s:
-            is_over = status.condition().is_over
-            next_s = time.monotonic() + _OVER_S
-        if not is_over:  # else one more look, for what came just before the end
-            time.sleep(_LOOK_S)
 
 
 def import_version(

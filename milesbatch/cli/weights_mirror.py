@@ -17,19 +17,16 @@ from typing import Annotated
 import typer
 
 from milesbatch.cli.documents import print_json
+from milesbatch.cli.following import LOOK_S, looks
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, CorruptArtefactError, InputError
 from milesbatch.report.page.words import many, size
-from milesbatch.report.status import StatusReader
-from milesbatch.store.layout import RunLayout
 from milesbatch.store.object_store import ObjectStore
 from milesbatch.store.port import ArtefactStore
 from milesbatch.store.posix_store import PosixStore
 from milesbatch.weights.mirror_pull import Pull, Pulled
 from milesbatch.weights.mirror_push import Push, Pushed
 
-_LOOK_S = 1.0
-_OVER_S = 5.0
 _LIST_S = 30.0
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix, or a directory.")]
@@ -57,7 +54,7 @@ def push(
     done: list[Pushed] = []
     try:
         job.begin()
-        for one in _pushed(layout, job, follow):
+        for one in (one for _ in looks(layout, follow=follow) for one in job.versions()):
             done.append(one)
             if one.damage:
                 print(f"version {one.version} is left out: {one.damage}", file=sys.stderr, flush=True)
@@ -77,19 +74,6 @@ def push(
         print(f"{many(len(new), 'version')} pushed to {url}, {already} already there")
     if left_out:
         raise typer.Exit(EXIT_NOT_WELL)
-
-
-def _pushed(layout: RunLayout, job: Push, follow: bool) -> Iterator[Pushed]:
-    status, next_s, is_over = StatusReader(layout), 0.0, False
-    while True:
-        yield from job.versions()
-        if not follow or is_over:
-            return
-        if time.monotonic() >= next_s:
-            is_over = status.condition().is_over
-            next_s = time.monotonic() + _OVER_S
-        if not is_over:  # else one more look, for what came just before the end
-            time.sleep(_LOOK_S)
 
 
 def pull(
@@ -159,7 +143,7 @@ def _pulled(job: Pull, wanted: int | None, follow: bool) -> Iterator[Pulled]:
                 print(f"version {newest} is passed over: {error.what}", file=sys.stderr, flush=True)
             if newest == wanted:
                 return
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
 
 
 def open_store(url: str, endpoint: str | None) -> ArtefactStore:

@@ -7,25 +7,21 @@ Owns the words on the screen and the waiting for new versions. Imports without t
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from milesbatch.cli.documents import print_json
+from milesbatch.cli.following import looks
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError
-from milesbatch.report.status import StatusReader
 from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.reader import committed_versions, is_retired
 from milesbatch.weights.staging import Staging
-
-_LOOK_S = 1.0
-_OVER_S = 5.0
 
 
 def stage(
@@ -53,8 +49,7 @@ def stage(
         with contextlib.suppress(KeyboardInterrupt):  # it ends the following; what is staged stays
             _follow(layout, staging, version, follow, staged, as_json)
         if as_json:
-            json.dump({"version": staging.current, "model": str(staging.model), "staged": staged}, sys.stdout, indent=1)
-            sys.stdout.write("\n")
+            print_json({"version": staging.current, "model": str(staging.model), "staged": staged})
 
 
 def _follow(
@@ -65,8 +60,7 @@ def _follow(
     staged: list[dict[str, object]],
     as_json: bool,
 ) -> None:
-    status, next_s, is_over = StatusReader(layout), 0.0, False
-    while True:
+    for _ in looks(layout, follow=follow):
         wanted = version if version is not None else _newest(layout)
         if wanted is None and not follow:
             raise InputError(f"{layout.root} has no policy version yet", mend="see `milesbatch weights ls`")
@@ -82,13 +76,6 @@ def _follow(
                 )
         elif wanted is not None and not follow and not as_json:
             print(f"{staging.model} is policy version {wanted} already")
-        if not follow or is_over:
-            return
-        if time.monotonic() >= next_s:
-            is_over = status.condition().is_over
-            next_s = time.monotonic() + _OVER_S
-        if not is_over:  # else one more look, for what came just before the end
-            time.sleep(_LOOK_S)
 
 
 def _newest(layout: RunLayout) -> int | None:

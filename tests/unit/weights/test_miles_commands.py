@@ -19,8 +19,8 @@ from miles_made import (
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from milesbatch.cli import following
 from milesbatch.cli import weights as cli
-from milesbatch.cli import weights_exchange
 from milesbatch.errors import MilesbatchError
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.listing import rows
@@ -89,8 +89,8 @@ def test_unproven_tensors_are_told(tmp_path: Path, base: Path) -> None:
 def test_following_ends_with_the_asked_version(
     whole: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_exchange, "_LOOK_S", 0.01)
-    monkeypatch.setattr(weights_exchange.StatusReader, "condition", lambda reader: SimpleNamespace(is_over=False))
+    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    monkeypatch.setattr(following.StatusReader, "condition", lambda reader: SimpleNamespace(is_over=False))
 
     def go_on() -> None:
         for version in range(6, 9):
@@ -113,7 +113,7 @@ def test_following_ends_with_the_run(whole: RunLayout, tmp_path: Path, monkeypat
         publish(whole, range(6, 7))
         return SimpleNamespace(is_over=True)
 
-    monkeypatch.setattr(weights_exchange.StatusReader, "condition", condition)
+    monkeypatch.setattr(following.StatusReader, "condition", condition)
     result = invoke("export", whole.root, "-o", tmp_path / "out", "-f")
     assert result.exit_code == 0, result.output
     assert published_versions(tmp_path / "out") == list(range(7))

@@ -18,7 +18,7 @@ from mirror_runs import assert_holds, make_tensors, make_weights_run, publish
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from milesbatch.cli import weights_mirror
+from milesbatch.cli import following, weights_mirror
 from milesbatch.cli.weights import app
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.records import FileRef, Hold, Retirement, RunRecord
@@ -442,7 +442,7 @@ def test_a_damaged_version_ends_a_push_with_1(run: RunLayout, tmp_path: Path) ->
 def test_following_brings_each_version_until_the_one_that_was_asked_for(
     run: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_mirror, "_LOOK_S", 0.02)
+    monkeypatch.setattr(weights_mirror, "LOOK_S", 0.02)
     store = PosixStore(tmp_path / "store")
     push = Push(run, store)
     push.begin()
@@ -476,9 +476,9 @@ def test_a_following_push_ends_with_the_run(run: RunLayout, tmp_path: Path, monk
                 publish(run, range(9))  # just before the end
             return type("Condition", (), {"is_over": is_over})
 
-    monkeypatch.setattr(weights_mirror, "StatusReader", Status)
-    monkeypatch.setattr(weights_mirror, "_LOOK_S", 0.01)
-    monkeypatch.setattr(weights_mirror, "_OVER_S", 0.0)
+    monkeypatch.setattr(following, "StatusReader", Status)
+    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    monkeypatch.setattr(following, "_OVER_S", 0.0)
     result = invoke("push", run.root, tmp_path / "store", "--follow")
     assert result.exit_code == 0 and "9 versions pushed" in result.output.replace("\n", " ")
 
