@@ -6,5 +6,5 @@ The main loop in one hop: :mod:`milesbatch.cli.run` -> :mod:`milesbatch.controll
 
 __version__ = "0.1.0"
 
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 """Version of the run directory (major, minor); see ``docs/format.md``. A reader stops at a newer major."""

@@ -236,7 +236,9 @@ class WeightsManifest(Record):
     parent: int | None
     """Version that the delta applies to (always ``version - 1``); null when there is no delta."""
     keyframe: str | None
-    """Payload file of the full copy (a plain safetensors file of all stored tensors); null when there is none."""
+    """Payload file of the full copy (a plain safetensors file of stored tensors); null when there is none."""
+    keyframe_shards: tuple[str, ...] = ()
+    """Further files of the full copy, where several ranks wrote it: each holds other tensors, whole ones."""
     weights_digest: str
     """Digest over name, dtype, shape and digest of every tensor, in name order (see ``weights/digest.py``)."""
     tensors: tuple[TensorEntry, ...]
@@ -252,14 +254,17 @@ class WeightsManifest(Record):
             raise ValueError(f"payload files must lie beside the manifest, found {sorted(names)}")
         if (self.keyframe is not None) != (self.artefact == "keyframe"):
             raise ValueError(f"a {self.artefact} with keyframe file {self.keyframe}")
+        if self.keyframe is None and self.keyframe_shards:
+            raise ValueError(f"shards of a keyframe, and no keyframe: {', '.join(self.keyframe_shards)}")
         if self.parent not in (None, self.version - 1) or (self.parent is None and self.keyframe is None):
             raise ValueError(f"version {self.version} cannot be built from parent {self.parent}")
-        if not {self.keyframe, *(entry.file for entry in self.tensors)} <= {None, *names}:
+        full = {self.keyframe, *self.keyframe_shards}
+        if not full | {entry.file for entry in self.tensors} <= {None, *names}:
             raise ValueError("a tensor lies in a file that is not listed")
         for entry in self.tensors:
             if (entry.file is None) != (entry.encoding == "same") or any(size < 0 for size in entry.shape):
                 raise ValueError(f"tensor {entry.name}: encoding {entry.encoding} in {entry.file}, shape {entry.shape}")
-            if self.parent is None and (entry.encoding != "raw" or entry.file != self.keyframe):
+            if self.parent is None and (entry.encoding != "raw" or entry.file not in full):
                 raise ValueError(f"tensor {entry.name}: {entry.encoding} without a parent")
         return self
 

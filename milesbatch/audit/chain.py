@@ -18,7 +18,7 @@ from milesbatch.records import FileRef, TensorEntry, WeightsManifest
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.codec import decode
 from milesbatch.weights.digest import entries_digest
-from milesbatch.weights.reader import delta_refs, keyframe_ref
+from milesbatch.weights.reader import delta_refs, keyframe_refs
 from milesbatch.weights.rebuild import check_tensor
 from milesbatch.weights.tensorfile import stream_tensors
 from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
@@ -84,26 +84,28 @@ class Chain:
     # -- keyframes --------------------------------------------------------------------------------------------------
 
     def _check_keyframe(self, manifest: WeightsManifest, *, hold: bool) -> bool:
-        ref = keyframe_ref(manifest)
-        assert ref is not None
-        path = self.layout.weights_version(manifest.version) / ref.path
+        refs = keyframe_refs(manifest)
+        directory = self.layout.weights_version(manifest.version)
         if hold:
             self.let_go()
         entries = {entry.name: entry for entry in manifest.tensors}
         held: dict[str, RawTensor] = {}
         try:
-            for name, tensor in stream_tensors(path, ref):
-                entry = entries.pop(name, None)
-                _expect(entry is not None, f"{path} holds tensor {name}, which the manifest does not name")
-                assert entry is not None
-                check_tensor(path, entry, tensor)
-                if hold:
-                    held[name] = tensor
-            _expect(not entries, f"{path} lacks tensors: {', '.join(sorted(entries)[:5])}")
+            for path, ref in ((directory / ref.path, ref) for ref in refs):
+                for name, tensor in stream_tensors(path, ref):
+                    entry = entries.pop(name, None)
+                    _expect(entry is not None, f"{path} holds tensor {name}, which the manifest does not name")
+                    assert entry is not None
+                    check_tensor(path, entry, tensor)
+                    if hold:
+                        held[name] = tensor
+            _expect(
+                not entries, f"{directory / str(manifest.keyframe)} lacks tensors: {', '.join(sorted(entries)[:5])}"
+            )
         except MilesbatchError as error:
-            self._blame(manifest, (ref,), error)
+            self._blame(manifest, refs, error)
             return False
-        self.findings.count(ref.bytes)
+        self.findings.count(sum(ref.bytes for ref in refs))
         if hold:
             self._held, self._version = held, manifest.version
             self._digests = {entry.name: _identity(entry) for entry in manifest.tensors}

@@ -29,7 +29,7 @@ from milesbatch.store.holds import HoldWatch
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.trainer.checkpointing import counting_checkpoints
-from milesbatch.weights.reader import is_retired, keyframe_ref, read_manifest
+from milesbatch.weights.reader import is_retired, keyframe_refs, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ class Retiring:
     def _has_full_copy(self, version: int) -> bool:
         manifest = read_manifest(self._layout, version)
         seals = Seals(read_incarnations(self._layout, at_least=self._fence.incarnation))
-        ref = None if manifest is None or not seals.accept_weights(manifest) else keyframe_ref(manifest)
-        if ref is None or is_retired(self._layout, version):
+        refs = () if manifest is None or not seals.accept_weights(manifest) else keyframe_refs(manifest)
+        if not refs or is_retired(self._layout, version):
             return False
-        verify_files(self._layout.weights_version(version), (ref,))
+        verify_files(self._layout.weights_version(version), refs)
         return True
 
     def _retire(self, version: int, base: int, needs: Needs) -> None:

@@ -176,7 +176,9 @@ class _Version:
         for tensor in tensors if has_delta else ():
             encodings[str(tensor["encoding"])] = encodings.get(str(tensor["encoding"]), 0) + 1
         sizes = {str(ref["path"]): int(ref["bytes"]) for ref in body["files"]}
-        full = sizes.pop(keyframe) if keyframe is not None else None
+        full = (
+            None if keyframe is None else sum(sizes.pop(path) for path in (keyframe, *body.get("keyframe_shards", ())))
+        )
         return cls(
             names=[str(tensor["name"]) for tensor in tensors],
             elements=np.array([math.prod(tensor["shape"]) for tensor in tensors], np.int64),

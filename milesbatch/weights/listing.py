@@ -15,7 +15,7 @@ from milesbatch.records import Retirement, WeightsManifest
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.folding import DigestError, fold
-from milesbatch.weights.reader import committed_versions, delta_refs, is_retired, keyframe_ref, read_manifest
+from milesbatch.weights.reader import committed_versions, delta_refs, is_retired, keyframe_refs, read_manifest
 from milesbatch.weights.rebuild import check_tensor, check_tensors, check_weights_digest, read_keyframe, read_link
 from milesbatch.weights.tensorfile import stream_tensors
 from milesbatch.weights.tensors import RawTensor
@@ -129,10 +129,9 @@ class _Walk:
         """Is there a delta, and a keyframe? With ``is_part`` those with all files; when no way has, both are to be named."""
         manifest, directory = self._manifest, self._layout.weights_version(self._manifest.version)
         stated = (manifest.parent is not None, manifest.keyframe is not None)
-        full = keyframe_ref(manifest)
         here = (
             stated[0] and all((directory / ref.path).exists() for ref in delta_refs(manifest)),
-            full is not None and (directory / full.path).exists(),
+            stated[1] and all((directory / ref.path).exists() for ref in keyframe_refs(manifest)),
         )
         return here if is_part and any(here) else stated
 
@@ -155,20 +154,21 @@ class _Walk:
         manifest = self._manifest
         if held is None:
             return self._hold_keyframe()
-        ref = keyframe_ref(manifest)
-        assert ref is not None
         directory = self._layout.weights_version(manifest.version)
         entries = {entry.name: entry for entry in manifest.tensors}
         try:
-            for name, tensor in stream_tensors(directory / ref.path, ref):
-                entry = entries.pop(name, None)
-                if entry is not None:
-                    check_tensor(directory / ref.path, entry, tensor)
+            for ref in keyframe_refs(manifest):
+                for name, tensor in stream_tensors(directory / ref.path, ref):
+                    entry = entries.pop(name, None)
+                    if entry is not None:
+                        check_tensor(directory / ref.path, entry, tensor)
         except MilesbatchError as error:
             self._add("file", error.what)
         else:
             if entries:
-                self._add("digest", f"{directory / ref.path} lacks tensors: {', '.join(sorted(entries)[:5])}")
+                self._add(
+                    "digest", f"{directory / str(manifest.keyframe)} lacks tensors: {', '.join(sorted(entries)[:5])}"
+                )
         return held
 
     def _apply_delta(self, before: Mapping[str, RawTensor]) -> _Held | None:

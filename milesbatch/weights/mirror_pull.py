@@ -50,7 +50,7 @@ from milesbatch.weights.mirror import (
     same_run,
     version_prefix,
 )
-from milesbatch.weights.reader import Plan, Step, delta_refs, keyframe_ref, plan_chain, read_manifest
+from milesbatch.weights.reader import Plan, Step, delta_refs, keyframe_refs, plan_chain, read_manifest
 
 _RANGE_BYTES = 8 << 20
 _RANGES = 4
@@ -299,8 +299,7 @@ class Pull:
     def _fetch_step(self, way: _Way, step: Step) -> tuple[int, int] | CorruptArtefactError:
         manifest = way.manifests[step.version]
         assert manifest is not None, "a plan goes only through manifests that are there"
-        full = keyframe_ref(manifest)
-        refs = (full,) if step.kind == "keyframe" and full is not None else delta_refs(manifest)
+        refs = keyframe_refs(manifest) if step.kind == "keyframe" else delta_refs(manifest)
         missing = [ref for ref in refs if not self._is_here(step.version, ref)]
         make_directory(self._layout.weights_version(step.version))
         try:

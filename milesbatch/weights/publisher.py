@@ -1,28 +1,32 @@
 """Publishing policy versions: keyframe and delta files, then the manifest whose creation is the commit.
 
-Owns the snapshot (the newest version it published, as bytes) that the next delta is taken against; never decides when to
-publish and never changes a committed version. Invariant: the snapshot is always a committed version, so a delta never refers
-to weights that nobody can rebuild. The page behind it is ``docs/format-weights.md``.
+Owns the snapshot (one rank's share of the newest version that was published, as bytes) that the next delta is taken against;
+never decides when to publish and never changes a committed version. Invariant: the snapshot is always of a committed version,
+so a delta never refers to weights that nobody can rebuild. The page behind it is ``docs/format-weights.md``.
 
-Crash states, in order of time:
+    each rank: encode its share ─> tell sizes ─> write its files (durable) ─> tell names and digests
+    rank 0:                                                                 ─> fence ─> manifest (commit) ─> tell all
+
+A rank takes what rank 0 says after that for its next snapshot, so no rank is ever ahead of what is committed.
+
+Crash states, in order of time (a death of one rank is the death of all; they start again together):
 
 1. killed while encoding: nothing was written;
-2. killed while a payload file is written: ``.tmp-*`` files, swept at the next take-over;
+2. killed while payload files are written: ``.tmp-*`` files, swept at the next take-over; whole files of some ranks, as 3;
 3. killed after payload, before the manifest: payload that no manifest names, which nobody takes for an artefact. Payload
    names carry the incarnation and a tag of their content, so a later writer (of the same incarnation, too) never meets its
-   predecessor's file unless it has the same bytes; it commits beside it and then removes what its manifest does not name;
+   predecessor's file unless it has the same bytes; it commits beside it and then removes what its manifest does not name.
+   A version of two attempts is therefore the files of the one whose manifest was created, whichever ranks wrote before;
 4. killed after the manifest: the version exists. Publishing it again is a comparison of digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from milesbatch.errors import CorruptArtefactError, DivergenceError
+from milesbatch.errors import CorruptArtefactError, DivergenceError, StorageError
 from milesbatch.ids import number
 from milesbatch.records import FileRef, TensorEntry, WeightsManifest
 from milesbatch.store.clock import utc_now
@@ -39,55 +43,53 @@ from milesbatch.store.patience import AT_ONCE, Patience
 from milesbatch.store.removal import take_away
 from milesbatch.store.sight import AT_ONCE as SEEN_AT_ONCE
 from milesbatch.store.sight import Sight, refresh
-from milesbatch.weights.codec import Encoded, encode
 from milesbatch.weights.digest import weights_digest
-from milesbatch.weights.folding import in_threads
-from milesbatch.weights.reader import AcceptManifest, accept_all, chain_bytes, delta_refs, is_retired, read_manifest
+from milesbatch.weights.draft import Draft, Tensors, Whole, copies, make_draft, owned, together
+from milesbatch.weights.reader import (
+    AcceptManifest,
+    accept_all,
+    chain_bytes,
+    delta_refs,
+    is_retired,
+    read_manifest,
+    verify_way,
+)
 from milesbatch.weights.rebuild import rebuild
+from milesbatch.weights.team import Alone, Team, from_first
 from milesbatch.weights.tensorfile import write_tensors
-from milesbatch.weights.tensors import RawTensor, element_bytes, from_torch
 
 if TYPE_CHECKING:
     import torch
-
-_WORTHWHILE = 0.8
-"""A delta of at least this share of a full copy is not worth its chain: the full copy is published instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
     version: int
-    tensors: Mapping[str, RawTensor]
+    tensors: Tensors
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A version on its way: its tensors, their digests, and the difference to the base where there is one."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What rank 0 saw of a version before it is published."""
 
-    tensors: dict[str, RawTensor] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
-    differences: dict[str, Encoded] = field(default_factory=dict)
+    existing: WeightsManifest | None
+    is_damaged: bool
+    """It exists, and must be written again."""
+    is_keyframe_due: bool
 
-    @property
-    def digest(self) -> str:
-        return weights_digest((name, t.dtype, t.shape, self.digests[name]) for name, t in self.tensors.items())
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.data.size for tensor in self.tensors.values())
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One rank's files and its part of the manifest."""
 
-    @property
-    def delta_bytes(self) -> int:
-        return sum(len(difference.payload) for difference in self.differences.values())
-
-    def has_worthwhile_delta(self, base: Mapping[str, RawTensor]) -> bool:
-        if set(self.differences) != set(base) or set(self.differences) != set(self.tensors):
-            return False
-        return self.delta_bytes < _WORTHWHILE * self.num_bytes or self.delta_bytes == 0
+    entries: tuple[TensorEntry, ...]
+    keyframe: FileRef | None
+    delta: FileRef | None
 
 
 class Publisher:
-    """Trainer rank 0's way to make a policy version visible. One instance per process; not for several threads."""
+    """A trainer rank's way to make a policy version visible, together with the other ranks of ``team``. One instance per
+    process; one thread at a time. Methods marked *collective* are called by all ranks alike."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Publisher:
         accept: AcceptManifest = accept_all,
         patience: Patience = AT_ONCE,
         sight: Sight = SEEN_AT_ONCE,
+        team: Team = Alone(),
     ) -> None:
         """``before_commit`` runs just before each manifest becomes visible: the fencing check belongs there. A committed
         version that ``accept`` refuses (a fenced incarnation's) is moved to quarantine when its number is published."""
@@ -106,6 +109,7 @@ class Publisher:
             raise ValueError(f"keyframe_every must be at least 1, found {keyframe_every}")
         self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
         self._before_commit, self._accept, self._patience, self._sight = before_commit, accept, patience, sight
+        self._team = team
         self._snapshot: _Snapshot | None = None
         self._tied: Mapping[str, str] = {}
         self._distrusted: set[int] = set()
@@ -119,12 +123,12 @@ class Publisher:
         return None if self._snapshot is None else self._snapshot.version
 
     @property
-    def snapshot_tensors(self) -> Mapping[str, RawTensor]:
-        """Tensors of that version, to be sent on: only read, until the next :meth:`publish`. Empty before the first."""
+    def snapshot_tensors(self) -> Tensors:
+        """This rank's tensors of that version, to be sent on: only read, until the next one is published."""
         return {} if self._snapshot is None else self._snapshot.tensors
 
     def seed(self, version: int) -> WeightsManifest:
-        """Take the snapshot from a committed version, after a restart, so that the next one can be a delta.
+        """Take the snapshot from the files of a committed version, so that the next one can be a delta. For a team of one.
 
         Raises:
             CorruptArtefactError: the version cannot be rebuilt; there is no snapshot then.
@@ -132,12 +136,42 @@ class Publisher:
         """
         self._snapshot = None
         copy = self._sight.until_seen(lambda: rebuild(self._layout, version, accept=self._accept))
-        self._snapshot, self._tied = _Snapshot(version, copy.tensors), dict(copy.manifest.tied)
-        self._chain_bytes = chain_bytes(self._layout, version)
+        self._begin_at(copy.manifest, copy.tensors)
         return copy.manifest
 
+    def resume(self, version: int, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> bool:
+        """Take the snapshot from weights that are held, after a restart (collective); ``named`` is this rank's share of them.
+
+        Only when they are bit for bit the committed version, and the files on a way to it are whole. Otherwise there is no
+        snapshot, and the next version becomes a keyframe. Holds nothing in memory beyond the share.
+        """
+        self._snapshot = None
+        tensors = owned(named, tied)
+        manifest = from_first(self._team, lambda: self._reachable(version))
+        stated = {} if manifest is None else {e.name: (e.dtype, e.shape, e.digest) for e in manifest.tensors}
+        fits = all(stated.get(name) == (t.dtype, t.shape, t.digest) for name, t in tensors.items())
+        parts = self._team.all_of((fits, len(tensors)))
+        if manifest is None or not all(fits for fits, _ in parts) or sum(size for _, size in parts) != len(stated):
+            return False
+        self._begin_at(manifest, tensors)
+        return True
+
+    def forget(self) -> None:
+        """Nothing is held: the next new version becomes a keyframe."""
+        self._snapshot = None
+
+    def _begin_at(self, manifest: WeightsManifest, tensors: Tensors) -> None:
+        self._snapshot, self._tied = _Snapshot(manifest.version, tensors), dict(manifest.tied)
+        self._chain_bytes = chain_bytes(self._layout, manifest.version)
+
+    def _reachable(self, version: int) -> WeightsManifest | None:
+        try:
+            return self._sight.until_seen(lambda: verify_way(self._layout, version, accept=self._accept))
+        except (CorruptArtefactError, StorageError):
+            return None  # damaged or not there: no base for a delta
+
     def can_rebuild(self, version: int) -> bool:
-        """Can a follower that starts now reach ``version``? Reads a whole chain.
+        """Can a follower that starts now reach ``version``? Rebuilds it, in memory, from its files.
 
         Raises:
             StorageError: a file cannot be read.
@@ -154,7 +188,7 @@ class Publisher:
         self._needed_from = min(self._distrusted, default=None)
 
     def republish(self) -> WeightsManifest | None:
-        """Commit the snapshot again, as a keyframe of the same weights digest; None when there is no snapshot.
+        """Commit the snapshot again, as a keyframe of the same weights digest (collective); None when there is no snapshot.
 
         For a version that followers cannot reach any more while the trainer still holds it. The damaged artefact goes to
         quarantine; until the new one is committed the version is missing. Killed between: a replay publishes it again.
@@ -165,48 +199,58 @@ class Publisher:
         if self._snapshot is None:
             return None
         version, tensors = self._snapshot.version, self._snapshot.tensors
-        draft = _Draft(dict(tensors), {name: tensor.digest for name, tensor in tensors.items()})
-        return self._patience.until_space(lambda: self._commit_again(version, draft, None, self._tied))
+        draft = Draft(dict(tensors), {name: tensor.digest for name, tensor in tensors.items()})
+        whole = together(self._team.all_of(draft.summary(None)))
+        return self._commit(version, draft, whole, self._tied, is_keyframe_due=True, again=True)
 
     def digest_only(self, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str] | None = None) -> str:
         """Weights digest that :meth:`publish` would record, without publishing; ``tied`` aliases do not count."""
-        identities = []
-        for name, tensor in _stored(named, tied or {}):
-            raw = from_torch(name, tensor)
-            identities.append((name, raw.dtype, raw.shape, raw.digest))
-        return weights_digest(identities)
+        tensors = owned(named, tied or {})
+        return weights_digest((name, raw.dtype, raw.shape, raw.digest) for name, raw in tensors.items())
 
     def publish(
         self, version: int, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
     ) -> WeightsManifest:
-        """Commit ``named`` as policy ``version``; a version that is committed already is compared instead.
+        """:meth:`publish_share` of a copy of ``named``, which is consumed one tensor at a time, and not at all on a gap."""
+        return self._publish(version, lambda: copies(named, tied), tied)
 
-        ``named`` is consumed one tensor at a time and always to its end (the values may come out of collectives). ``tied``
-        maps aliases to stored names; aliases in ``named`` are passed over.
+    def publish_share(self, version: int, tensors: Tensors, tied: Mapping[str, str]) -> WeightsManifest:
+        """Commit the shares of all ranks as policy ``version`` (collective); one that is committed already is compared instead.
+
+        ``tensors`` is this rank's share, which must not change any more. ``tied`` maps aliases to stored names. Units: between
+        two versions a rank holds its share once; while one is published, the old and the new one of what changed.
 
         Durability: on return the version is durable and visible. If killed midway, see the module's crash states.
 
         Raises:
-            DivergenceError: the version is committed with another weights digest; nothing was written.
-            ValueError: the snapshot is not ``version - 1`` where a delta is due; no tensors; an alias of nothing.
-            FencedError: from ``before_commit``; the version was not committed.
-            StorageError: not committed; the same call can be made again.
+            DivergenceError: the version is committed with another weights digest; nothing was written. On all ranks.
+            ValueError: the snapshot is not ``version - 1`` where a delta is due; no tensors; an alias of nothing. On all ranks.
+            FencedError: from ``before_commit``; the version was not committed. On rank 0; the others wait for its end.
+            StorageError: this rank's files, or the manifest, were not written; as above.
         """
-        existing = self._committed(version)
-        is_damaged = existing is not None and (version in self._distrusted or not self._is_whole(existing))
-        base = self._base(version) if existing is None or is_damaged else None
-        draft = _draft(_stored(named, tied), base)
-        if not draft.tensors:
+        return self._publish(version, lambda: tensors, tied)
+
+    def _publish(self, version: int, take: Callable[[], Tensors], tied: Mapping[str, str]) -> WeightsManifest:
+        found = from_first(self._team, lambda: self._found(version))
+        existing = found.existing
+        needs_files = existing is None or found.is_damaged
+        base = self._base(version, is_keyframe_due=found.is_keyframe_due) if needs_files else None
+        draft = make_draft(take(), base)
+        whole = together(self._team.all_of(draft.summary(base)))
+        if not whole.names:
             raise ValueError(f"policy version {version} has no tensors")
-        if missing := sorted(set(tied.values()) - set(draft.tensors)):
+        if missing := sorted(set(tied.values()) - whole.names):
             raise ValueError(f"policy version {version}: tied to tensors that are not stored: {', '.join(missing)}")
-        manifest = existing or self._patience.until_space(lambda: self._commit(version, draft, base, tied))
-        if is_damaged and manifest.weights_digest == draft.digest:
-            manifest = self._patience.until_space(lambda: self._commit_again(version, draft, base, tied))
-        if manifest.weights_digest != draft.digest:
+        manifest = existing
+        if existing is None or (found.is_damaged and existing.weights_digest == whole.digest):
+            is_due = found.is_keyframe_due
+            again = existing is not None
+            manifest = self._commit(version, draft, whole, tied, is_keyframe_due=is_due, again=again)
+        assert manifest is not None
+        if manifest.weights_digest != whole.digest:
             raise DivergenceError(
                 f"policy version {version} is published with weights digest {manifest.weights_digest} "
-                f"(incarnation {manifest.incarnation}), but computed again it has {draft.digest}",
+                f"(incarnation {manifest.incarnation}), but computed again it has {whole.digest}",
                 mend="look for a non-deterministic kernel or a changed environment, or set checkpoint.on_divergence",
             )
         self._snapshot, self._tied = _Snapshot(version, draft.tensors), dict(tied)
@@ -214,6 +258,14 @@ class Publisher:
         self._chain_bytes = 0 if manifest.keyframe is not None else self._chain_bytes + delta_bytes
         self._distrusted.discard(version)
         return manifest
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    def _found(self, version: int) -> _Found:
+        """Rank 0: is it published, and must it be written (again)?"""
+        existing = self._committed(version)
+        is_damaged = existing is not None and (version in self._distrusted or not self._is_whole(existing))
+        return _Found(existing, is_damaged, self._is_keyframe_due(version))
 
     def _committed(self, version: int) -> WeightsManifest | None:
         manifest, reason = self._judge(version)
@@ -249,24 +301,14 @@ class Publisher:
             return False
         return True
 
-    def _commit_again(
-        self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]
-    ) -> WeightsManifest:
-        """A replay holds the very weights whose payload was lost: the damaged artefact goes to quarantine, a whole one takes
-        its place with the same weights digest. Killed between: the version is not published, and the next replay does it."""
-        if self._layout.weights_version(version).exists():
-            reason = f"payload of policy version {version} was damaged or missing; it was published again from a replay"
-            take_away(self._layout, self._incarnation, self._layout.weights_version(version), reason)
-        return self._commit(version, draft, base, tied)
-
-    def _base(self, version: int) -> Mapping[str, RawTensor] | None:
+    def _base(self, version: int, *, is_keyframe_due: bool) -> Tensors | None:
         """Tensors of ``version - 1`` for a delta; None when only a keyframe is possible."""
         snapshot = self._snapshot
         if version == 0 or snapshot is None or version in self._distrusted:
             return None
         if snapshot.version == version - 1:
             return snapshot.tensors
-        if self._is_keyframe_due(version):
+        if is_keyframe_due:
             return None
         raise ValueError(
             f"policy version {version} needs a delta on version {version - 1}, but the snapshot is version "
@@ -278,26 +320,54 @@ class Publisher:
         is_due = version % self._keyframe_every == 0 or version in self._distrusted
         return is_due or is_retired(self._layout, version - 1)
 
+    # -- writing ------------------------------------------------------------------------------------------------------
+
     def _commit(
-        self, version: int, draft: _Draft, base: Mapping[str, RawTensor] | None, tied: Mapping[str, str]
+        self, version: int, draft: Draft, whole: Whole, tied: Mapping[str, str], *, is_keyframe_due: bool, again: bool
     ) -> WeightsManifest:
-        has_delta = base is not None and draft.has_worthwhile_delta(base)
-        keyframe = None
+        """Files of all ranks, then the manifest (collective).
+
+        ``again``: a replay holds the very weights whose payload was lost. The damaged artefact goes to quarantine, and a whole
+        one takes its place with the same weights digest. Killed between: the version is not published; the next replay does it.
+        """
+        if again:
+            from_first(self._team, lambda: self._patience.until_space(lambda: self._take_damaged_away(version)))
+        costs_more = self._team.all_of(self._chain_bytes)[0] + whole.delta_bytes > whole.num_bytes
+        has_keyframe = not whole.has_delta or costs_more or is_keyframe_due
+        written = self._patience.until_space(lambda: self._write_files(version, draft, whole.has_delta, has_keyframe))
+        parts = self._team.all_of(written)
+        return from_first(
+            self._team,
+            lambda: self._patience.until_space(lambda: self._create_manifest(version, parts, whole, tied)),
+        )
+
+    def _take_damaged_away(self, version: int) -> None:
+        if self._layout.weights_version(version).exists():
+            reason = f"payload of policy version {version} was damaged or missing; it was published again from a replay"
+            take_away(self._layout, self._incarnation, self._layout.weights_version(version), reason)
+
+    def _write_files(self, version: int, draft: Draft, has_delta: bool, has_keyframe: bool) -> _Written:
+        """This rank's files, durable; safe to repeat."""
         make_directory(self._layout.weights_version(version))
-        costs_more = self._chain_bytes + draft.delta_bytes > draft.num_bytes
-        if not has_delta or costs_more or self._is_keyframe_due(version):
-            keyframe = self._write(version, "keyframe", draft.tensors)
-        delta = self._write(version, "delta", _delta_payload(draft)) if has_delta else None
+        keyframe = self._write(version, "keyframe", draft.tensors) if has_keyframe else None
+        delta = self._write(version, "delta", draft.delta_payload()) if has_delta else None
+        return _Written(tuple(draft.entries(has_delta, delta or keyframe)), keyframe, delta)
+
+    def _create_manifest(
+        self, version: int, parts: Sequence[_Written], whole: Whole, tied: Mapping[str, str]
+    ) -> WeightsManifest:
+        full = [part.keyframe for part in parts if part.keyframe is not None]
         manifest = WeightsManifest(
             version=version,
             incarnation=self._incarnation,
-            artefact="delta" if keyframe is None else "keyframe",
-            parent=version - 1 if has_delta else None,
-            keyframe=None if keyframe is None else keyframe.path,
-            weights_digest=draft.digest,
-            tensors=tuple(_entries(draft, has_delta, delta or keyframe)),
+            artefact="keyframe" if full else "delta",
+            parent=version - 1 if whole.has_delta else None,
+            keyframe=full[0].path if full else None,
+            keyframe_shards=tuple(ref.path for ref in full[1:]),
+            weights_digest=whole.digest,
+            tensors=tuple(sorted((e for part in parts for e in part.entries), key=lambda entry: entry.name)),
             tied=dict(tied),
-            files=tuple(ref for ref in (keyframe, delta) if ref is not None),
+            files=(*full, *(part.delta for part in parts if part.delta is not None)),
             created_at=utc_now(),
         )
         try:
@@ -311,9 +381,7 @@ class Publisher:
         self._remove_leftovers(manifest)
         return manifest
 
-    def _write(
-        self, version: int, kind: Literal["keyframe", "delta"], tensors: Mapping[str, RawTensor]
-    ) -> FileRef | None:
+    def _write(self, version: int, kind: Literal["keyframe", "delta"], tensors: Tensors) -> FileRef | None:
         """Make one payload file durable; None when there is nothing to store."""
         if not tensors:
             return None
@@ -340,64 +408,3 @@ def _payload_writer(name: str) -> int | None:
     parts = name.split(".")
     digits = parts[1].removeprefix("i") if len(parts) == 4 else ""
     return int(digits) if digits.isascii() and digits.isdigit() else None
-
-
-def _stored(named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor) for name, tensor in named if name not in tied)
-
-
-def _draft(named: Iterable[tuple[str, torch.Tensor]], base: Mapping[str, RawTensor] | None) -> _Draft:
-    """Encode every tensor against the base, several at a time while ``named`` goes on giving them."""
-    draft = _Draft()
-    olds = base or {}
-
-    def copies() -> Iterator[tuple[str, RawTensor]]:
-        names: set[str] = set()
-        for name, tensor in named:
-            if name in names:
-                raise ValueError(f"tensor {name} comes twice")
-            names.add(name)
-            raw = from_torch(name, tensor)
-            # The trainer goes on changing its parameters in place: the snapshot needs memory of its own.
-            yield name, RawTensor(raw.dtype, raw.shape, raw.data.copy())
-
-    num_bytes = sum(tensor.data.size for tensor in olds.values())
-    for name, raw, difference in in_threads(lambda item: _difference(olds, *item), copies(), num_bytes=num_bytes):
-        draft.tensors[name] = raw
-        if difference is None:
-            draft.digests[name] = raw.digest
-            continue
-        draft.differences[name], draft.digests[name] = difference, difference.digest
-        if difference.encoding == "same":
-            draft.tensors[name] = olds[name]
-    return draft
-
-
-def _difference(olds: Mapping[str, RawTensor], name: str, raw: RawTensor) -> tuple[str, RawTensor, Encoded | None]:
-    old = olds.get(name)
-    if old is None or (old.dtype, old.shape) != (raw.dtype, raw.shape):
-        return name, raw, None
-    return name, raw, encode(old.data, raw.data, element_bytes(raw.dtype))
-
-
-def _delta_payload(draft: _Draft) -> dict[str, RawTensor]:
-    return {
-        name: RawTensor("U8", (len(difference.payload),), np.frombuffer(difference.payload, np.uint8))
-        for name, difference in draft.differences.items()
-        if difference.encoding != "same"
-    }
-
-
-def _entries(draft: _Draft, has_delta: bool, file: FileRef | None) -> Iterator[TensorEntry]:
-    for name, tensor in sorted(draft.tensors.items()):
-        num_elements = tensor.data.size // element_bytes(tensor.dtype)
-        difference = draft.differences[name] if has_delta else Encoded("raw", b"", num_elements, draft.digests[name])
-        yield TensorEntry(
-            name=name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            digest=draft.digests[name],
-            encoding=difference.encoding,
-            changed=difference.changed,
-            file=None if difference.encoding == "same" or file is None else file.path,
-        )

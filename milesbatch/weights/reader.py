@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from milesbatch.errors import CorruptArtefactError
+from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, WeightsManifest
-from milesbatch.store.durable import read_optional, storage_error
+from milesbatch.store.durable import read_optional, storage_error, verify_files
 from milesbatch.store.layout import RunLayout
 
 
@@ -88,14 +88,16 @@ def retired_error(layout: RunLayout, version: int) -> RetiredError:
     )
 
 
-def keyframe_ref(manifest: WeightsManifest) -> FileRef | None:
-    """The full copy among a version's files; None when there is none."""
-    return next((ref for ref in manifest.files if ref.path == manifest.keyframe), None)
+def keyframe_refs(manifest: WeightsManifest) -> tuple[FileRef, ...]:
+    """Files of the full copy, one for each rank that wrote a part of it; empty when there is none."""
+    full = {manifest.keyframe, *manifest.keyframe_shards}
+    return tuple(ref for ref in manifest.files if ref.path in full)
 
 
 def delta_refs(manifest: WeightsManifest) -> tuple[FileRef, ...]:
     """Files of a version's delta; empty when it has none, or when nothing changed."""
-    return tuple(ref for ref in manifest.files if ref.path != manifest.keyframe)
+    full = {manifest.keyframe, *manifest.keyframe_shards}
+    return tuple(ref for ref in manifest.files if ref.path not in full)
 
 
 def chain_bytes(layout: RunLayout, version: int) -> int:
@@ -153,9 +155,10 @@ def plan_chain(
         manifest = read(version)
         if manifest is None:
             break
-        full, step = keyframe_ref(manifest), Step(version, "keyframe")
-        if full is not None and step not in unusable and (best is None or delta_bytes + full.bytes < best.num_bytes):
-            best = Plan((step, *reversed(deltas)), delta_bytes + full.bytes)
+        full, step = keyframe_refs(manifest), Step(version, "keyframe")
+        num_bytes = delta_bytes + sum(ref.bytes for ref in full)
+        if full and step not in unusable and (best is None or num_bytes < best.num_bytes):
+            best = Plan((step, *reversed(deltas)), num_bytes)
         step = Step(version, "delta")
         if manifest.parent is None or step in unusable:
             break
@@ -163,3 +166,28 @@ def plan_chain(
         delta_bytes += sum(ref.bytes for ref in delta_refs(manifest))
         version = manifest.parent
     return best
+
+
+def verify_way(layout: RunLayout, version: int, *, accept: AcceptManifest = accept_all) -> WeightsManifest:
+    """Manifest of a version after the files on the cheapest way to it were compared with their digests; nothing is held.
+
+    Raises:
+        CorruptArtefactError: one of them is damaged or missing.
+        StorageError: the version is not published, or there is no way to it, or a file cannot be read.
+    """
+
+    def accepted(number: int) -> WeightsManifest | None:
+        manifest = read_manifest(layout, number)
+        return manifest if manifest is not None and accept(manifest) and not is_retired(layout, number) else None
+
+    target = accepted(version)
+    plan = plan_chain(accepted, version)
+    if target is None or plan is None:
+        path = layout.weights_manifest(version)
+        raise StorageError(f"policy version {version} cannot be reached: {path} or what it builds on", unseen=path)
+    for step in plan.steps:
+        manifest = accepted(step.version)
+        assert manifest is not None, "a plan goes only through manifests that count"
+        refs = keyframe_refs(manifest) if step.kind == "keyframe" else delta_refs(manifest)
+        verify_files(layout.weights_version(step.version), refs)
+    return target

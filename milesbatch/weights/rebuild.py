@@ -25,7 +25,7 @@ from milesbatch.weights.reader import (
     accept_all,
     delta_refs,
     is_retired,
-    keyframe_ref,
+    keyframe_refs,
     plan_chain,
     read_manifest,
     retired_error,
@@ -55,11 +55,13 @@ def read_keyframe(layout: RunLayout, manifest: WeightsManifest) -> dict[str, Raw
     """All tensors of a full copy, in memory of their own; tensor digests are not compared yet.
 
     Raises:
-        CorruptArtefactError: the file is damaged.
+        CorruptArtefactError: a file is damaged.
     """
-    ref = keyframe_ref(manifest)
-    assert ref is not None, "a plan takes keyframes only where there is one"
-    return read_tensors(layout.weights_version(manifest.version) / ref.path, ref)
+    refs, tensors = keyframe_refs(manifest), dict[str, RawTensor]()
+    assert refs, "a plan takes keyframes only where there is one"
+    for ref in refs:
+        tensors.update(read_tensors(layout.weights_version(manifest.version) / ref.path, ref))
+    return tensors
 
 
 def read_link(layout: RunLayout, manifest: WeightsManifest) -> Link:

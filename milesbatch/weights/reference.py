@@ -39,7 +39,8 @@ def read_version(run: Path, version: int) -> dict[str, Bytes]:
     manifest = json.loads((directory / "manifest.json").read_bytes())
     keyframe = manifest["keyframe"]
     if keyframe is not None:
-        files = [entry for entry in manifest["files"] if entry["path"] == keyframe]
+        full = {keyframe, *manifest.get("keyframe_shards", ())}
+        files = [entry for entry in manifest["files"] if entry["path"] in full]
         tensors = _read_files(directory, files)
     else:
         before = read_version(run, manifest["parent"])

@@ -180,7 +180,7 @@ def test_plain_pyarrow_reads_the_file_without_this_package(tmp_path: Path) -> No
         "print(table.num_rows, table.schema.metadata[b'milesbatch.format'].decode(), table['finish_reason'][0])"
     )
     out = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["3", "1.0", "stop"]
+    assert out.stdout.split() == ["3", "1.1", "stop"]
 
 
 # -- damage ---------------------------------------------------------------------------------------------------------
