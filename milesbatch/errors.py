@@ -93,6 +93,10 @@ class BroadcastError(MilesbatchError):
     """Weights could not be sent or received in time; the version's files are there all the same, and are used instead."""
 
 
+class EngineError(MilesbatchError):
+    """A rollout engine's server could not be started, does not answer, or answered what it must not; says which, and what."""
+
+
 class SlurmError(MilesbatchError):
     """A Slurm command failed, or Slurm does not answer; says the command and what it printed."""
 

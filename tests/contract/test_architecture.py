@@ -30,6 +30,7 @@ LAYERS = (
         "preparation",
         "role",
         "wire",
+        "forks",
     ),
     ("algorithm",),
     ("faults",),
@@ -62,6 +63,7 @@ WITHOUT_TORCH = (
     "timeline",
     "analysis",
     "evaluation",
+    "forks",
     "cli",
     "audit",
     "drill",
@@ -88,6 +90,7 @@ MODULE_DOORS = {
         "drill.command",
         "drill.on_site",
         "doctor.child",
+        "engines.sglang.launch",
     }
 }
 

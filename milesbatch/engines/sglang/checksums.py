@@ -1,0 +1,97 @@
+"""What a server must answer when it is asked for the checksums of its weights.
+
+Owns: how SGLang's parameters are put together from the tensors of a policy version, and hashed. Never: asks a server.
+Invariant: a parameter is taken as proven only when its hash was computed here from verified bytes, and compared.
+
+SGLang stacks matrices that are applied to the same input (``q_proj``, ``k_proj``, ``v_proj`` become ``qkv_proj``),
+experts too, and pads the vocabulary. On the CPU it hashes a parameter's bytes with SHA-256, of which it tells the first
+8 bytes. For parameters that are laid out otherwise (shards of tensor parallelism, GPUs, where the hash is another one)
+there is no expectation, and a server is compared with its siblings instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from milesbatch.errors import EngineError
+
+_STACKED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+)
+_EXPERTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("w13_weight", ("gate_proj", "up_proj")),
+    ("w2_weight", ("down_proj",)),
+)
+_PADDED = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What comparing has shown."""
+
+    proven: int
+    """Parameters whose hash was computed here from verified bytes, and is the server's."""
+    agreed: int
+    """Parameters without an expectation: compared with those of the other servers only."""
+
+
+def compare(
+    answered: Mapping[str, str], tensors: Mapping[str, torch.Tensor], *, can_expect: bool, others: Mapping[str, str]
+) -> Proof:
+    """Compare a server's checksums (parameter -> hash) with what ``tensors`` make, and with another server's, if there
+    is one.
+
+    ``can_expect``: whole parameters, hashed as on the CPU.
+
+    Raises:
+        EngineError: they differ, or a parameter was not told; names it.
+    """
+    if not answered:
+        raise EngineError("the server told no checksums")
+    sources = {name: stacked for name in answered if can_expect and (stacked := _sources(name, tensors)) is not None}
+    unused = set(tensors) - {source for stacked in sources.values() for source in stacked}
+    unused -= {name for name in unused if name == "lm_head.weight" and "lm_head.weight" not in answered}
+    if can_expect and unused and len(sources) == len(answered):
+        raise EngineError(f"the server does not say that it has {min(unused)}")
+    for name, found in answered.items():
+        expected = (
+            _hash(name, [tensors[source] for source in sources[name]]) if name in sources else others.get(name, found)
+        )
+        if found != expected:
+            raise EngineError(f"the server's {name} has checksum {found}; the policy version's is {expected}")
+    return Proof(len(sources), len(answered) - len(sources))
+
+
+def _sources(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...] | None:
+    """Tensors of the policy version that make up SGLang's parameter ``name``, in order; None when that is not known."""
+    if name in tensors:
+        return (name,)
+    for stacked, parts in _STACKED:
+        if f".{stacked}." in name:
+            found = tuple(name.replace(f".{stacked}.", f".{part}.") for part in parts)
+            return found if all(part in tensors for part in found) else None
+    for suffix, parts in _EXPERTS:
+        prefix, is_experts, _ = name.partition(f".experts.{suffix}")
+        if is_experts:
+            experts: list[list[str]] = []
+            while all(f"{prefix}.experts.{len(experts)}.{part}.weight" in tensors for part in parts):
+                experts.append([f"{prefix}.experts.{len(experts)}.{part}.weight" for part in parts])
+            return tuple(source for expert in experts for source in expert) or None
+    return None
+
+
+def _hash(name: str, parts: Sequence[torch.Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    if name.endswith(_PADDED):
+        (part,) = parts
+        rows = -part.shape[0] % _VOCABULARY_STEP
+        hasher.update(bytes(rows * part.shape[1] * part.element_size()))
+    return hasher.digest()[:8].hex()

@@ -1,0 +1,254 @@
+"""The rollout engine over SGLang servers (satisfies ``RolloutEngine``): token ids in, token ids and logprobs out.
+
+Owns the event loop in a thread, the futures, and the way of each request through servers that may die under it. Never:
+starts processes itself (``serving.py``), or touches weights (``weights.py``). Invariant: a future ends with tokens that
+servers drew under versions that were activated here, or with an error; a failure never shortens a response and never
+invents one. The page behind it is ``docs/sglang.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
+from milesbatch.engines.request_check import check_requests
+from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
+from milesbatch.engines.sglang.response import Detokenizer, Response
+from milesbatch.engines.sglang.serving import ServerPlace
+from milesbatch.engines.sglang.weights import Prover, Way
+from milesbatch.errors import EngineError, MilesbatchError, RunFailedError
+
+T = TypeVar("T")
+_MOST_FAILURES = 6
+"""Answers that one request may lack in a row, without a new token in between."""
+_BACK_OFF_S = 0.25
+_ABORT_S = 5.0
+"""For the answers of aborted requests, which tell what was drawn."""
+_CLOSE_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What requests must keep to, and how many tokens a server can hold."""
+
+    max_length: int
+    vocab_size: int
+
+
+class SGLangEngine:
+    """Requests spread over servers that follow one policy. See ``RolloutEngine`` for what each method promises."""
+
+    def __init__(
+        self,
+        places: Sequence[ServerPlace],
+        way: Way,
+        prover: Prover,
+        options: FleetOptions,
+        limits: EngineLimits,
+        stop_text: Detokenizer | None = None,
+    ) -> None:
+        self._limits, self._options, self._stop_text = limits, options, stop_text
+        self._nonce = secrets.token_hex(4)
+        self._number = 0
+        self._open: dict[Future[Completion], None] = {}
+        self._responses: dict[asyncio.Task[None], Response] = {}
+        self._in_flight: dict[str, ServerClient] = {}
+        """Request id at a server -> that server."""
+        self._versions: set[int] = set()
+        self._version = -1
+        self._tokens = 0
+        self._cached = self._prompted = 0
+        self._is_closing = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread.start()
+        self._fleet = self._call(_made(places, way, prover, options))
+
+    # -- what a worker calls ------------------------------------------------------------------------------------------
+
+    def activate(self, weights: PolicyWeights) -> float:
+        """As ``RolloutEngine.activate``; servers that do not take the weights are started again, and catch up later.
+
+        Raises:
+            EngineError: no server can be brought to the version.
+            MilesbatchError: the engine is closed.
+        """
+        self._check_open()
+        self._versions.add(weights.version)
+        paused_s = self._call(self._fleet.activate(weights))
+        self._version = weights.version
+        return paused_s
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """As ``RolloutEngine.submit``. Draws do not follow ``seed``, unless the servers run deterministically.
+
+        Raises:
+            ValueError: a request cannot be generated (says which and why); none was queued.
+            MilesbatchError: no weights are active yet, or the engine is closed.
+        """
+        check_requests(
+            requests,
+            max_length=self._limits.max_length,
+            vocab_size=self._limits.vocab_size,
+            has_detokenizer=self._stop_text is not None,
+        )
+        self._check_open()
+        if self._version < 0:
+            raise MilesbatchError(
+                f"{len(requests)} requests were submitted before any weights are active", mend="call activate first"
+            )
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        self._open.update((future, None) for future in futures)
+        self._loop.call_soon_threadsafe(self._begin, list(zip(requests, futures, strict=True)))
+        return futures
+
+    @property
+    def policy_version(self) -> int:
+        """Version that the next token will be drawn under; -1 before the first ``activate``."""
+        return self._version
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Requests queued or running."""
+        return len(self._open)
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens of answers since the start, and 1 for each sign of life of a server: a long answer comes as a
+        whole."""
+        return self._tokens + self._fleet.signs
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompts' tokens that servers had in their prefix caches."""
+        return self._cached / max(self._prompted, 1)
+
+    def close(self) -> None:
+        """Stop; futures still open end as ``abort`` with the tokens they have. No process of a server is left."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        with suppress(concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_ABORT_S)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise MilesbatchError("the engine is closed", mend="make a new engine")
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # -- in the loop --------------------------------------------------------------------------------------------------
+
+    def _begin(self, pairs: Sequence[tuple[GenerationRequest, Future[Completion]]]) -> None:
+        for request, future in pairs:
+            if not future.set_running_or_notify_cancel():
+                self._open.pop(future, None)
+                continue
+            response = Response(request)
+            task = self._loop.create_task(self._answer(response, future))
+            self._responses[task] = response
+            task.add_done_callback(lambda done: self._responses.pop(done, None))
+
+    async def _answer(self, response: Response, future: Future[Completion]) -> None:
+        """One request from its beginning to its end, over as many servers and answers as it takes."""
+        try:
+            completion = await self._generate(response)
+        except asyncio.CancelledError:
+            completion = response.completion("abort")
+        except MilesbatchError as error:
+            self._open.pop(future, None)
+            future.set_exception(error)
+            return
+        self._open.pop(future, None)
+        self._cached += response.cached_tokens
+        self._prompted += response.prompt_tokens
+        future.set_result(completion)
+
+    async def _generate(self, response: Response) -> Completion:
+        failures = 0
+        number, self._number = self._number, self._number + 1
+        while not self._is_closing:
+            before = len(response.tokens)
+            try:
+                reason = await self._one_answer(response, number)
+            except ServerGoneError as error:
+                failures += 1
+                if failures >= _MOST_FAILURES:
+                    raise RunFailedError(
+                        f"a request got no answer {failures} times, the last time: {error.what}",
+                        mend="read the servers' logs; the group is generated again by the next start of this worker",
+                    ) from error
+                await asyncio.sleep(_BACK_OFF_S * 2**failures)
+                continue
+            except ServerRefusedError as error:
+                raise RunFailedError(
+                    f"a server refused a request that this engine takes: {error.what}",
+                    mend="see whether rollout.sglang.arguments forbid what the recipe asks for",
+                ) from error
+            if reason is not None:
+                return response.completion(reason)
+            failures = 0 if len(response.tokens) > before else failures + 1
+            if failures >= _MOST_FAILURES:
+                raise RunFailedError(f"servers aborted a request {failures} times in a row, without a token")
+        return response.completion("abort")
+
+    async def _one_answer(self, response: Response, number: int) -> Any:
+        """Why the response has ended, or None."""
+        server, client = await self._fleet.choose(response.request.prompt_tokens)
+        epoch = server.epoch
+        # Servers abort by the beginning of an id: none may begin another.
+        rid = f"{self._nonce}.{number:09d}.{len(response.tokens):07d}.{secrets.token_hex(2)}"
+        seed = response.request.seed if server.info.get("enable_deterministic_inference") else None
+        body = response.body(rid, str(self._version), seed)
+        server.in_flight += 1
+        self._in_flight[rid] = client
+        try:
+            answer = await client.post("generate", body, self._options.request_timeout_s)
+        finally:
+            server.in_flight -= 1
+            self._in_flight.pop(rid, None)
+        if server.epoch != epoch:
+            raise ServerGoneError(f"{server.name} was lost, or failed to change its weights, while it answered")
+        before = len(response.tokens)
+        reason = response.add(answer, self._versions, self._stop_text)
+        server.failures = 0
+        self._tokens += max(len(response.tokens) - before, 0)
+        return reason
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _close(self) -> None:
+        running = list(self._responses)
+        if running:
+            await asyncio.gather(*(self._abort(rid, client) for rid, client in list(self._in_flight.items())))
+            await asyncio.wait(running, timeout=_ABORT_S)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for future in list(self._open):  # those that had not begun
+            self._open.pop(future, None)
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_result(Completion((), (), "abort"))
+        await self._fleet.close()
+
+    async def _abort(self, rid: str, client: ServerClient) -> None:
+        with suppress(EngineError):
+            await client.post("abort_request", {"rid": rid}, _ABORT_S)
+
+
+async def _made(places: Sequence[ServerPlace], way: Way, prover: Prover, options: FleetOptions) -> Fleet:
+    fleet = Fleet(places, way, prover, options)
+    fleet.start()
+    return fleet

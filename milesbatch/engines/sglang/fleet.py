@@ -1,0 +1,271 @@
+"""The servers of one engine: started or attached to, kept alive, kept on the policy's weights, and chosen for requests.
+
+    starting ──> ready ──(weights proven)──> serving ──(ended, hangs, refused an update)──> lost ──> starting …
+
+Owns the life of each server. Never: requests and their responses. Invariant: :meth:`Fleet.choose` gives a server only
+while that has proven the version in use; whatever was asked of a server before it was lost, or before an update of it
+failed, is recognised by its ``epoch``, and is not used. All of it runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from milesbatch.engines.protocol import PolicyWeights
+from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from milesbatch.engines.sglang.serving import ServerPlace
+from milesbatch.engines.sglang.weights import PauseMode, Prover, Way, change
+from milesbatch.errors import EngineError, InputError, StorageError
+
+State = Literal["starting", "ready", "serving", "lost", "given up"]
+
+_LOOK_S = 0.25
+_MOST_FAILURES = 3
+"""Starts in a row without an answer to a request in between, after which a server is given up."""
+_BACK_OFF_S = 1.0
+_MOST_STICKY = 4096
+_HEALTH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How the servers are treated."""
+
+    pause: PauseMode
+    start_timeout_s: float
+    health_timeout_s: float
+    request_timeout_s: float
+    tell: Callable[[str], None]
+    """Hears what happens to servers, in words."""
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server."""
+
+    place: ServerPlace
+    state: State = "starting"
+    client: ServerClient | None = None
+    epoch: int = 0
+    """Counts how often what it was asked became worthless."""
+    version: int = -1
+    in_flight: int = 0
+    failures: int = 0
+    trouble: EngineError | None = None
+    is_changing: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+
+class Fleet:
+    """All servers of one engine."""
+
+    def __init__(self, places: Sequence[ServerPlace], way: Way, prover: Prover, options: FleetOptions) -> None:
+        self.servers = [Server(place) for place in places]
+        self._way, self._prover, self._options = way, prover, options
+        self._weights: PolicyWeights | None = None
+        self._turn = asyncio.Lock()
+        """Weights change, and servers catch up, one after the other."""
+        self._change = asyncio.Event()
+        self._sticky: OrderedDict[Hashable, Server] = OrderedDict()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failure: EngineError | InputError | StorageError | None = None
+        """Why no server will come any more."""
+        self.signs = 0
+        """Counts signs of life: a start that goes on, a token that was generated when asked for."""
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._let_go(server) for server in self.servers))
+
+    # -- for requests -------------------------------------------------------------------------------------------------
+
+    async def choose(self, key: Hashable) -> tuple[Server, ServerClient]:
+        """The server that has the beginning of this request in its cache, else the one with the fewest requests; waits
+        for one.
+
+        Raises:
+            EngineError: there will be none.
+        """
+        while True:
+            serving = [server for server in self.servers if server.state == "serving" and server.client is not None]
+            if serving:
+                server = self._sticky.get(key)
+                if server not in serving:
+                    server = min(serving, key=lambda one: one.in_flight)
+                self._sticky[key] = server
+                self._sticky.move_to_end(key)
+                if len(self._sticky) > _MOST_STICKY:
+                    self._sticky.popitem(last=False)
+                assert server.client is not None
+                return server, server.client
+            self._check()
+            await self._await_change()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def activate(self, weights: PolicyWeights) -> float:
+        """Make ``weights`` those of all servers; those that fail are lost, and started again. Seconds of the longest
+        pause.
+
+        Returns when at least one server serves them.
+
+        Raises:
+            EngineError: no server will come any more.
+        """
+        async with self._turn:
+            self._weights = weights
+            able = [server for server in self.servers if server.state in ("ready", "serving")]
+            pauses = await asyncio.gather(*(self._catch_up(server, weights) for server in able))
+        while not any(server.state == "serving" and server.version == weights.version for server in self.servers):
+            self._check()
+            await self._await_change()
+        return max(pauses, default=0.0)
+
+    async def _catch_up(self, server: Server, weights: PolicyWeights) -> float:
+        """Returns 0 when it failed; then it has a trouble, and is not used."""
+        assert server.client is not None
+        server.is_changing = True
+
+        def taint() -> None:
+            server.epoch += 1
+            server.state = "ready"
+
+        try:
+            paused_s = await change(
+                server.client,
+                weights,
+                self._way,
+                self._prover,
+                pause=self._options.pause,
+                limit_s=self._options.request_timeout_s,
+                on_failure=taint,
+            )
+        except EngineError as error:
+            taint()
+            server.trouble = EngineError(f"{server.name} did not take policy version {weights.version}: {error.what}")
+            return 0.0
+        finally:
+            server.is_changing = False
+        server.version, server.state = weights.version, "serving"
+        self._tell_change()
+        return paused_s
+
+    # -- the life of a server -----------------------------------------------------------------------------------------
+
+    async def _keep(self, server: Server) -> None:
+        while True:
+            try:
+                await self._bring_up(server)
+                await self._watch(server)
+            except (InputError, StorageError) as error:
+                await self._let_go(server)
+                server.state, self.failure = "given up", error
+                self._tell_change()
+                return
+            except EngineError as error:
+                server.failures += 1
+                await self._let_go(server)
+                self._options.tell(f"{server.name}: {error.what}")
+                if server.failures >= _MOST_FAILURES:
+                    server.state = "given up"
+                    if all(other.state == "given up" for other in self.servers):
+                        self.failure = error
+                    self._tell_change()
+                    return
+                await asyncio.sleep(_BACK_OFF_S * server.failures)
+
+    async def _bring_up(self, server: Server) -> None:
+        """Until it serves the version in use, or waits for the first.
+
+        Raises:
+            EngineError: it cannot be brought up; says why.
+        """
+        server.state, server.trouble = "starting", None
+        began_s = time.monotonic()
+        server.client = await server.place.open(self._options.start_timeout_s, self._sign)
+        server.info = await server.client.get("server_info", self._options.health_timeout_s)
+        self._options.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
+        async with self._turn:
+            server.state = "ready"
+            if self._weights is not None:
+                await self._catch_up(server, self._weights)
+        self._tell_change()
+
+    async def _watch(self, server: Server) -> None:
+        """While it is well.
+
+        Raises:
+            EngineError: it is not, any more.
+        """
+        assert server.client is not None
+        period_s = min(_HEALTH_S, self._options.health_timeout_s / 3)
+        good_s = asked_s = time.monotonic()
+        asking: asyncio.Task[bool] | None = None
+        try:
+            while True:
+                server.place.check()
+                if server.trouble is not None:
+                    raise server.trouble
+                now_s = time.monotonic()
+                if server.is_changing:  # it is paused, not dead; an update has a time limit of its own
+                    good_s = now_s
+                if asking is not None and asking.done():
+                    if asking.result():
+                        good_s = now_s
+                        self._sign()
+                    asking = None
+                if asking is None and now_s - asked_s >= period_s and not server.is_changing:
+                    asked_s = now_s
+                    asking = asyncio.create_task(server.client.is_healthy(self._options.health_timeout_s))
+                if now_s - good_s > self._options.health_timeout_s + period_s:
+                    raise EngineError(
+                        f"{server.name} has generated nothing for {now_s - good_s:.0f} s, though asked to"
+                    )
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            if asking is not None:
+                asking.cancel()
+
+    async def _let_go(self, server: Server) -> None:
+        """End its processes; answers of it that are still to come are worth nothing."""
+        server.state, server.version = "lost", -1
+        server.epoch += 1
+        client, server.client = server.client, None
+        self._tell_change()
+        await asyncio.to_thread(server.place.leave)
+        if client is not None:
+            self._way.forget(client)
+            await client.close()
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _sign(self) -> None:
+        self.signs += 1
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _tell_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _await_change(self) -> None:
+        await self._change.wait()
+
+
+__all__ = ["Fleet", "FleetOptions", "Server", "ServerGoneError", "ServerRefusedError"]

@@ -1,0 +1,131 @@
+"""Keeps one server and everything that it starts; a process of its own: ``python -m milesbatch.engines.sglang.guard``.
+
+    worker ──(pipe on stdin)── guard ── server ── scheduler, detokenizer, …
+
+Owns the end of these processes. Standard library only, one thread. Invariant: when the worker is gone, however it
+ended, the pipe is closed by the kernel, and the guard kills all its descendants: it is their subreaper (prctl(2)), so
+that none gets out of sight. Should the guard itself be killed, the server has asked the kernel to die with it, and
+SGLang's own processes with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.2
+_GRACE_S = 10.0
+"""For which a server that is told to end in peace may go on."""
+_KILL_S = 30.0
+END = b"e"
+
+
+def main(rubbish: str, command: list[str]) -> int:
+    """Run ``command`` until it ends, or stdin closes, or the byte ``e`` comes (end in peace); then remove
+    ``rubbish``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a whole step may be told to end: the worker decides when
+    server = _start(command, libc)
+    try:
+        return _watch(server)
+    finally:
+        _kill_descendants()
+        if rubbish:
+            shutil.rmtree(rubbish, ignore_errors=True)
+
+
+def _start(command: list[str], libc: ctypes.CDLL) -> int:
+    guard = os.getpid()
+    server = os.fork()
+    if server:
+        return server
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+    os._exit(127)
+
+
+def _watch(server: int) -> int:
+    """Returns the server's exit status (128 and the signal's number when one ended it), or 0 when it was ended from
+    here."""
+    killed_at_s = float("inf")
+    while True:
+        status = _reap(server)
+        if status is not None:
+            code = os.waitstatus_to_exitcode(status)
+            return 128 - code if code < 0 else code
+        if time.monotonic() > killed_at_s:
+            return 0
+        if not select.select([0], [], [], _LOOK_S)[0]:
+            continue
+        if os.read(0, 1) != END:
+            return 0  # the worker is gone
+        os.kill(server, signal.SIGTERM)
+        killed_at_s = time.monotonic() + _GRACE_S
+
+
+def _reap(server: int) -> int | None:
+    """Take leave of all children that ended; the server's status when it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == server:
+                found = status
+    return found
+
+
+def _kill_descendants() -> None:
+    """All of them are children of this process in the end; nobody is left when this returns, unless the kernel holds
+    it."""
+    deadline_s = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline_s:
+        found = _descendants()
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not found:
+            return
+        time.sleep(0.05)
+
+
+def _descendants() -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                words = (entry / "stat").read_text().rpartition(")")[2].split()
+                if words[0] != "Z":
+                    children.setdefault(int(words[1]), []).append(int(entry.name))
+    found, look = [], [os.getpid()]
+    while look:
+        below = children.get(look.pop(), [])
+        found += below
+        look += below
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

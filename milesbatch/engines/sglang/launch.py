@@ -1,0 +1,146 @@
+"""Starting and ending one server process, and finding out from its log why it did not start.
+
+Owns the processes of one server, through its guard (:mod:`milesbatch.engines.sglang.guard`), its log file, and the
+choice of its port. Never: talks to the server. Invariant: after :meth:`ServerProcess.kill`, or after the end of this
+process, however it comes about, none of them is left.
+
+A port that is free now may be taken a moment later. Nobody can rule that out for a program that takes a port's number;
+so the log is asked (:func:`port_was_taken`), and each server has a key of its own, so that another one at the same port
+is never taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from milesbatch.cluster.context import child_environment
+from milesbatch.engines.sglang.guard import END
+from milesbatch.errors import EngineError, InputError
+from milesbatch.store.durable import storage_error
+
+_END_S = 20.0
+_KILL_S = 35.0
+_TAIL_BYTES = 65536
+_MOST_LINES = 3
+_FATAL = re.compile(
+    r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|.*\b(out of memory|[Cc]annot allocate|No space left).*"
+    r"|.*launch_server\.py: error:.*|.*cannot be started:.*"
+)
+_TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|not available)", re.IGNORECASE)
+_PREFIX = re.compile(r"^\[[^\]]*\]\s*")
+
+
+@dataclass(slots=True)
+class ServerProcess:
+    """A started server behind its guard."""
+
+    guard: subprocess.Popen[bytes]
+    log: Path
+    log_begin: int
+    """Where what it says begins in the log."""
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], log: Path, extra: Mapping[str, str], rubbish: Path | None, threads: int = 1
+    ) -> ServerProcess:
+        """Start ``command``; its output is appended to ``log``. ``rubbish`` is a directory that goes when the server is
+        gone.
+
+        Raises:
+            InputError: there is no such program.
+            StorageError: the log cannot be written.
+        """
+        if not os.access(command[0], os.X_OK):
+            raise no_environment(command[0])
+        guard = [sys.executable, "-m", "milesbatch.engines.sglang.guard", "" if rubbish is None else str(rubbish)]
+        try:
+            with open(log, "ab") as stream:
+                begin = stream.tell()
+                process = subprocess.Popen(
+                    [*guard, *command],
+                    stdin=subprocess.PIPE,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(threads, extra),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise storage_error(log, error) from error
+        return cls(process, log, begin)
+
+    def exit_code(self) -> int | None:
+        return self.guard.poll()
+
+    def end(self) -> None:
+        """End it in peace, within seconds; whatever is left is killed."""
+        with contextlib.suppress(OSError):
+            assert self.guard.stdin is not None
+            self.guard.stdin.write(END)
+            self.guard.stdin.flush()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.guard.wait(_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and everything that it started, at once."""
+        with contextlib.suppress(OSError):
+            assert self.guard.stdin is not None
+            self.guard.stdin.close()
+        try:
+            self.guard.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.guard.pid, signal.SIGKILL)
+            self.guard.wait()
+
+    def said(self) -> str:
+        """The end of what it has said since this start."""
+        try:
+            with open(self.log, "rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(self.log_begin, size - _TAIL_BYTES))
+                return stream.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def no_environment(python: str) -> InputError:
+    """SGLang's own environment is not there."""
+    return InputError(
+        f"rollout.sglang.python: {python} is not there, or cannot be executed",
+        mend="name the Python of an environment in which SGLang is installed; `make sglang-cpu` makes one for machines"
+        " without a GPU",
+    )
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_was_taken(said: str) -> bool:
+    return _TAKEN.search(said) is not None
+
+
+def decisive_lines(said: str) -> str:
+    """Those lines of a log that say why a server ended: its last errors, else its last words."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in said.splitlines() if line.strip()]
+    fatal = [line for line in lines if _FATAL.match(line)]
+    return "\n".join(dict.fromkeys(fatal[-_MOST_LINES:] or lines[-_MOST_LINES:])) or "it said nothing"
+
+
+def server_gone(name: str, code: int, log: Path, said: str) -> EngineError:
+    """The error of a server that ended by itself."""
+    how = f"killed by signal {code - 128}" if code > 128 else f"exit status {code}"
+    return EngineError(f"{name} ended ({how}): {decisive_lines(said)}", mend=f"read {log}")

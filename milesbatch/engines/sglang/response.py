@@ -1,0 +1,158 @@
+"""One response in the making: what servers answered so far, checked, and whether it has ended. Pure; no HTTP, no torch.
+
+Owns: the meaning of lengths and stops, the same as in the embedded engine whatever a server makes of them, and the
+check that an answer is whole. Invariant: every token that is kept came from a server together with its logprob and a
+policy version that this engine has activated; an answer that is not so is refused as a whole, and nothing of it is
+kept.
+
+A response may take several answers: after its server died, after a pause that aborts, after a server stopped where
+nobody asked it to. Each goes on after the tokens that are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest
+from milesbatch.engines.sglang.client import ServerGoneError
+from milesbatch.ids import VersionSpan
+
+_TAIL_MARGIN = 8
+"""As in the embedded engine: tokens without text, and spaces that start a text, hide there."""
+
+Detokenizer = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True)
+class Response:
+    """What is there of the response to one request."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    """Of all its prefills, as its servers counted them."""
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.request.tokens_left - len(self.tokens)
+
+    def body(self, rid: str, cache: str, seed: int | None) -> dict[str, Any]:
+        """What a server is asked. ``cache`` names the key-value cache that may be shared: that of one policy
+        version."""
+        sampling = self.request.sampling
+        parameters: dict[str, Any] = {
+            "max_new_tokens": self.left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "no_stop_trim": True,
+            # Without stop tokens nothing else ends a response: the model's own end token must not.
+            "ignore_eos": not sampling.stop_token_ids,
+        }
+        if sampling.stop_token_ids:
+            parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.stop:
+            parameters["stop"] = list(sampling.stop)
+        if seed is not None:
+            parameters["sampling_seed"] = seed
+        return {
+            "input_ids": [*self.request.context_tokens, *self.tokens],
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "rid": rid,
+            "extra_key": cache,
+        }
+
+    def add(
+        self, answer: Mapping[str, Any], versions: Container[int], stop_text: Detokenizer | None
+    ) -> FinishReason | None:
+        """Take in an answer; why the response has ended, or None: it goes on.
+
+        Raises:
+            ServerGoneError: the answer is not whole; nothing of it was taken.
+        """
+        tokens, logprobs, spans = _parts_of(answer, self.left, versions)
+        meta = answer["meta_info"]
+        self.cached_tokens += int(meta.get("cached_tokens") or 0)
+        self.prompt_tokens += int(meta.get("prompt_tokens") or 0)
+        before = len(self.tokens)
+        for span in spans:
+            if not self.spans or self.spans[-1].version != span.version:
+                self.spans.append(VersionSpan(span.start + before, span.version))
+        self.tokens += tokens
+        self.logprobs += logprobs
+        stop = self._stop_after(before, stop_text)
+        if stop is not None:
+            self._cut(stop)
+            return "stop"
+        return "length" if self.left <= 0 else None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.spans))
+
+    def _stop_after(self, before: int, stop_text: Detokenizer | None) -> int | None:
+        """Number of tokens up to and with the one that ends the response, among those from ``before`` on."""
+        sampling = self.request.sampling
+        begun = len(self.request.begun)
+        whole = [*self.request.begun, *self.tokens] if sampling.stop else []
+        reach = max((len(text.encode()) for text in sampling.stop), default=0) + _TAIL_MARGIN
+        for place in range(before, len(self.tokens)):
+            if self.tokens[place] in sampling.stop_token_ids:
+                return place + 1
+            if sampling.stop and stop_text is not None:
+                end = begun + place + 1
+                text = stop_text(whole[max(0, end - reach) : end])
+                if any(wanted in text for wanted in sampling.stop):
+                    return place + 1
+        return None
+
+    def _cut(self, count: int) -> None:
+        del self.tokens[count:], self.logprobs[count:]
+        self.spans = [span for span in self.spans if span.start < count]
+
+
+def _parts_of(
+    answer: Mapping[str, Any], most: int, versions: Container[int]
+) -> tuple[list[int], list[float], list[VersionSpan]]:
+    """Tokens, logprobs and spans of an answer.
+
+    Raises:
+        ServerGoneError: they are not there, or do not belong together.
+    """
+    try:
+        meta = answer["meta_info"]
+        tokens = [int(token) for token in answer["output_ids"]]
+        pairs = [(float(entry[0]), int(entry[1])) for entry in meta.get("output_token_logprobs") or ()]
+        reason = meta["finish_reason"]["type"]
+        spans = _spans_of(meta) if tokens else []
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ServerGoneError(f"an answer lacks what it must have: {type(error).__name__} {error}") from error
+    problem = None
+    if [token for _, token in pairs] != tokens:
+        problem = f"{len(tokens)} tokens came with logprobs of {len(pairs)}, or of others"
+    elif not all(math.isfinite(logprob) for logprob, _ in pairs):
+        problem = "a logprob is not finite"
+    elif len(tokens) > most:
+        problem = f"{len(tokens)} tokens came where {most} were asked for"
+    elif not tokens and reason != "abort":
+        problem = f"no token came, and it ended with {reason}"
+    elif tokens and (spans[0].start != 0 or any(span.version not in versions for span in spans)):
+        problem = f"its tokens are of policy versions {[span.version for span in spans]}, which were not activated here"
+    if problem is not None:
+        raise ServerGoneError(f"an answer is not whole: {problem}")
+    return tokens, [logprob for logprob, _ in pairs], spans
+
+
+def _spans_of(meta: Mapping[str, Any]) -> list[VersionSpan]:
+    stated = meta.get("weight_versions")
+    if stated is None:  # servers of before tell the last version only
+        return [VersionSpan(0, int(meta["weight_version"]))]
+    return [VersionSpan(int(span["start"]), int(span["version"])) for span in stated if span["start"] < span["end"]]

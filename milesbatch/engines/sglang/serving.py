@@ -1,0 +1,178 @@
+"""Where a server is: one that is started here, or one that somebody else runs.
+
+Owns coming to a server that answers, and letting go of it. Invariant: what :meth:`ServerPlace.open` gives is the server
+that was meant: one that was started here shows by its key that it is no other at the same port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from milesbatch.engines.sglang.client import ServerClient, ServerRefusedError
+from milesbatch.engines.sglang.launch import (
+    ServerProcess,
+    decisive_lines,
+    free_port,
+    port_was_taken,
+    server_gone,
+)
+from milesbatch.engines.sglang.settings import ServerSettings
+from milesbatch.errors import EngineError
+from milesbatch.store.durable import make_directory
+
+_LOOK_S = 0.5
+_MOST_PORTS = 8
+_ANSWER_S = 30.0
+
+
+class ServerPlace(Protocol):
+    """One place with a server."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
+        """Come to a server that generates; ``sign`` is called whenever it gets on.
+
+        Raises:
+            EngineError: there is none by then; says why, as the server itself does.
+            InputError: it can never be.
+        """
+
+    def check(self) -> None:
+        """Raises:
+        EngineError: its process has ended.
+        """
+
+    def leave(self) -> None:
+        """Let go of it; nothing that was started is left. Blocks."""
+
+
+@dataclass(slots=True)
+class StartedServer:
+    """A server of this worker's own, on this host."""
+
+    name: str
+    settings: ServerSettings
+    log: Path
+    memory: Path
+    """A directory for what it needs; goes when the server is gone."""
+    threads: int = 1
+    process: ServerProcess | None = None
+    url: str = ""
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    """What requests must show."""
+
+    async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
+        deadline_s = time.monotonic() + timeout_s
+        for _ in range(_MOST_PORTS):
+            port = free_port()
+            process = await asyncio.to_thread(self._start, port)
+            client = ServerClient(self.url, self.key)
+            try:
+                await self._await(process, client, deadline_s, timeout_s, sign)
+                return client
+            except _PortTakenError:
+                await client.close()
+                await asyncio.to_thread(self.leave)
+            except BaseException:
+                await client.close()
+                raise
+        raise EngineError(f"{self.name}: {_MOST_PORTS} ports that were free were taken when the server came to them")
+
+    def _start(self, port: int) -> ServerProcess:
+        make_directory(self.memory)
+        configuration = self.memory / f"{self.name}.yaml"
+        descriptor = os.open(configuration, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"api-key: {self.key}\n")
+        command = self.settings.command(port, configuration)
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = ServerProcess.start(command, self.log, self.settings.environment(), self.memory, self.threads)
+        return self.process
+
+    async def _await(
+        self,
+        process: ServerProcess,
+        client: ServerClient,
+        deadline_s: float,
+        timeout_s: float,
+        sign: Callable[[], None],
+    ) -> None:
+        size = 0
+        while True:
+            code = process.exit_code()
+            said = process.said()
+            if code is not None:
+                if port_was_taken(said):
+                    raise _PortTakenError
+                raise server_gone(self.name, code, self.log, said)
+            if len(said) != size:
+                size = len(said)
+                sign()
+            if await client.is_healthy(_ANSWER_S):
+                try:
+                    await client.get("model_info", _ANSWER_S)
+                except ServerRefusedError as error:  # another server, which does not know this key
+                    raise _PortTakenError from error
+                return
+            if time.monotonic() > deadline_s:
+                raise EngineError(
+                    f"{self.name} does not generate {timeout_s:.0f} s after its start; it said: {decisive_lines(said)}",
+                    mend=f"read {self.log}; a large model may need a longer rollout.sglang.start_timeout_s",
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def check(self) -> None:
+        process = self.process
+        if process is not None and (code := process.exit_code()) is not None:
+            raise server_gone(self.name, code, self.log, process.said())
+
+    def leave(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+
+
+@dataclass(slots=True)
+class AttachedServer:
+    """A server that somebody else runs; it is waited for, and never ended."""
+
+    url: str
+    key: str = ""
+    """What requests must show, where the server wants that."""
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
+        deadline_s = time.monotonic() + timeout_s
+        client = ServerClient(self.url, self.key)
+        while not await client.is_healthy(_ANSWER_S):
+            if time.monotonic() > deadline_s:
+                await client.close()
+                raise EngineError(
+                    f"the server at {self.url} does not generate, for {timeout_s:.0f} s",
+                    mend="start it, or take it out of rollout.sglang.urls",
+                )
+            await asyncio.sleep(_LOOK_S)
+        return client
+
+    def check(self) -> None:
+        """Nobody here knows its process."""
+
+    def leave(self) -> None:
+        """It stays."""
+
+
+class _PortTakenError(Exception):
+    """Somebody else has the port."""

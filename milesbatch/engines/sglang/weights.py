@@ -1,0 +1,168 @@
+"""Changing the weights of one server: pause, load, prove, go on.
+
+    pause ──> load: from a directory on this host, or by broadcast ──> checksums and version as they must be ──> continue
+
+Owns that order for one server. Never: decides which servers take part, or what becomes of one that failed. Invariant:
+generation is continued in the end, whatever happened in between; and when :func:`change` returns, the server has proven
+the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from milesbatch.engines.protocol import PolicyWeights
+from milesbatch.engines.sglang.checksums import Proof, compare
+from milesbatch.engines.sglang.client import ServerClient
+from milesbatch.errors import EngineError
+from milesbatch.store.durable import make_directory, remove_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+PauseMode = Literal["retract", "in_place", "abort"]
+Materialise = Callable[[PolicyWeights], AbstractContextManager[Path]]
+"""Gives a model directory with the weights, which holds still while the context is open."""
+
+_PAUSE_S = 60.0
+
+
+class Way(Protocol):
+    """How weights get into a server."""
+
+    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+        """Into one server, which is paused.
+
+        Raises:
+            EngineError: it did not come about.
+        """
+
+    def forget(self, client: ServerClient) -> None:
+        """This server is lost."""
+
+
+@dataclass(slots=True)
+class FromDisk:
+    """``update_weights_from_disk`` from a directory on this host (tmpfs or NVMe)."""
+
+    materialise: Materialise
+
+    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+        context = self.materialise(weights)
+        directory = await asyncio.to_thread(context.__enter__)
+        try:
+            body = {
+                "model_path": str(directory),
+                "load_format": "auto",
+                "weight_version": str(weights.version),
+                "flush_cache": not keep_cache,
+            }
+            await client.post("update_weights_from_disk", body, limit_s)
+        finally:
+            await asyncio.to_thread(context.__exit__, None, None, None)
+
+    def forget(self, client: ServerClient) -> None:
+        """There is nothing to let go of."""
+
+
+def written_to(memory: Path) -> Materialise:
+    """Writes the whole model below ``memory`` and removes it again."""
+
+    @contextmanager
+    def materialise(weights: PolicyWeights) -> Iterator[Path]:
+        make_directory(memory)
+        directory = memory / f"{weights.version}-{time.monotonic_ns()}"
+        weights.write_model(directory)
+        try:
+            yield directory
+        finally:
+            remove_tree(directory)
+
+    return materialise
+
+
+@dataclass(slots=True)
+class Prover:
+    """Knows what the servers of one engine must answer for one version after the other."""
+
+    can_expect: bool
+    _version: int = -1
+    _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _others: Mapping[str, str] = field(default_factory=dict)
+
+    async def prove(self, client: ServerClient, weights: PolicyWeights, limit_s: float) -> Proof:
+        """Ask for version and checksums, and compare.
+
+        Raises:
+            EngineError: they are not those of ``weights``.
+        """
+        info = await client.get("model_info", limit_s)
+        if info.get("weight_version") != str(weights.version):
+            raise EngineError(
+                f"{client.url} has policy version {info.get('weight_version')} after an update to {weights.version}"
+            )
+        answer = await client.post("weights_checker", {"action": "checksum"}, limit_s)
+        ranks = answer.get("ranks") or []
+        if len(ranks) == 1:
+            found = dict(ranks[0]["checksums"])
+        else:
+            found = {
+                f"rank {number}: {name}": text
+                for number, rank in enumerate(ranks)
+                for name, text in rank["checksums"].items()
+            }
+        others = self._others if self._version == weights.version else {}
+        tensors = weights.tensors() if self.can_expect else {}
+        proof = await asyncio.to_thread(
+            lambda: compare(found, tensors, can_expect=self.can_expect and len(ranks) == 1, others=others)
+        )
+        self._version, self._others = weights.version, found
+        return proof
+
+
+async def change(
+    client: ServerClient,
+    weights: PolicyWeights,
+    way: Way,
+    prover: Prover,
+    *,
+    pause: PauseMode,
+    limit_s: float,
+    on_failure: Callable[[], None] = lambda: None,
+) -> float:
+    """Make ``weights`` those of a server; the seconds for which it was paused. ``on_failure`` is called before it goes
+    on with weights that nobody knows.
+
+    Raises:
+        EngineError: it has not proven them; it must not be used before it has.
+    """
+    began_s = time.monotonic()
+    try:
+        await client.post("pause_generation", {"mode": pause}, min(_PAUSE_S, limit_s))
+        await way.load(client, weights, keep_cache=pause == "in_place", limit_s=limit_s)
+        await prover.prove(client, weights, limit_s)
+    except BaseException:
+        on_failure()
+        await _go_on(client, quietly=True)
+        raise
+    await _go_on(client, quietly=False)
+    return time.monotonic() - began_s
+
+
+def _go_on(client: ServerClient, *, quietly: bool) -> Awaitable[None]:
+    async def ask() -> None:
+        await client.post("continue_generation", {}, _PAUSE_S)
+
+    async def ask_quietly() -> None:
+        with suppress(EngineError):
+            await client.post("continue_generation", {}, 5.0)
+
+    return ask_quietly() if quietly else ask()
