@@ -20,6 +20,7 @@ from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedE
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_fork
 
 if TYPE_CHECKING:
     from milesbatch.environments.held_out import HeldOut
@@ -79,7 +80,8 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     prompts = open_prompts(recipe)
     held_out = _held_out(recipe)
     reward = reward_fingerprint(recipe.environment.reward)
-    prepare_model(recipe, layout.model, cache, report)
+    if read_fork(layout) is None:  # a fork has its parent's
+        prepare_model(recipe, layout.model, cache, report)
     tokenizer = load_tokenizer(layout.model)
     limit, longest_response = context_length(layout.model), recipe.rollout.sampling.max_new_tokens
 

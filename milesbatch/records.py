@@ -117,6 +117,41 @@ class FileRef(Value):
     digest: str
 
 
+FORKED = 0
+"""The incarnation that manifests of a fork's first state name: before all of its own, so that every seal covers them."""
+
+
+class ForkedFrom(Value):
+    """Which state of which run a fork began with. Steps, policy versions and group ids go on counting from there."""
+
+    run_id: str
+    path: str
+    """The parent's directory as it was given; it need not exist any more."""
+    step: int
+    policy_version: int
+    """Always ``step``."""
+    weights_digest: str | None
+    """Of that version as the parent published it; null when it had not published any (``step`` is 0 then)."""
+    checkpoint_digest: str | None
+    """Of the parent's checkpoint manifest, the whole file; null when ``step`` is 0: the starting model has no checkpoint."""
+    first_version: int
+    """Oldest policy version that was taken over: groups of the first steps may be made by versions below ``step``."""
+    first_group: int
+    """Smallest group id that had no fate."""
+    decided: tuple[int, ...] = ()
+    """Larger group ids that had one, ascending."""
+
+
+class ForkRecord(Record):
+    """``fork.json``: a state of a parent lies here, whole, and a run can be made of it. Committed with all of ``files``."""
+
+    kind: ClassVar[str] = "fork"
+    forked_from: ForkedFrom
+    files: tuple[FileRef, ...]
+    """What was taken over and written, relative to the run directory."""
+    created_at: str
+
+
 class RunRecord(Record):
     """``run.json``: what this run is. Written once; its commit is the moment at which the run exists."""
 
@@ -128,7 +163,10 @@ class RunRecord(Record):
     fingerprints: dict[str, str]
     """Digests of what the run depends on: ``model``, ``tokenizer``, ``chat_template``, ``data``, ``reward``."""
     files: tuple[FileRef, ...] = ()
-    """Files under ``model/`` and ``recipe.yaml``, relative to the run directory."""
+    """Files under ``model/`` and ``recipe.yaml``, relative to the run directory; of a fork also ``fork.json`` and those that
+    it names under ``parent/``."""
+    forked_from: ForkedFrom | None = None
+    """Of a fork: the state that it began with."""
 
 
 class Seal(Value):

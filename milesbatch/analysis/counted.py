@@ -196,7 +196,8 @@ class _Building:
     def _decided(self, name: TrajectoryName) -> int:
         """How many groups of the range of a file have a fate."""
         low, high = np.searchsorted(self.history.group_id, [name.first_group, name.last_group + 1])
-        return int(high - low)
+        before = sum(map(self.history.origin.has_decided, range(name.first_group, name.last_group + 1)))
+        return int(high - low) + before
 
     def _why_not(self, text: str, name: TrajectoryName, blocks: set[int]) -> str | None:
         if not self.history.seals.accept_trajectories(name):
@@ -222,6 +223,8 @@ class _Building:
             self.errors.append(error)
             return "damaged"
         for group in np.setdiff1d(table["group_id"].to_numpy(), self.history.group_id).tolist():
+            if self.history.origin.has_decided(group):
+                continue
             self.pending.setdefault(group, self.homes.setdefault(text, len(self.homes)))
         return None
 

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from milesbatch import FORMAT_VERSION
 from milesbatch.audit.findings import numbered
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.errors import CorruptArtefactError, MilesbatchError
 from milesbatch.records import BatchRecord, GroupRef, IncarnationRecord, Rejection, digest_bytes
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_origin
 from milesbatch.store.survey import Seals
 
 Ints = NDArray[np.int64]
@@ -74,6 +76,8 @@ class History:
     steps: list[Step]
     seals: Seals
     errors: list[MilesbatchError] = field(default_factory=list)
+    origin: Origin = BEGINNING
+    """Where the run begins: of a fork, the records before are its parent's."""
 
     @property
     def last_step(self) -> int:
@@ -92,11 +96,20 @@ def read_history(layout: RunLayout) -> History:
     seals = Seals(lives)
     columns = _Columns()
     steps = []
-    for record in _records(layout, seals, lives[-1].seal.last_batch if lives else 0, errors):
+    origin = _origin(layout, errors)
+    for record in _records(layout, seals, origin, lives[-1].seal.last_batch if lives else 0, errors):
         columns.add(record)
         counts = (len(record.trained), len(record.rejected))
         steps.append(Step(record.step, record.incarnation, record.created_at, *counts, record.stream_position))
-    return columns.history(steps, seals, errors)
+    return columns.history(steps, seals, origin, errors)
+
+
+def _origin(layout: RunLayout, errors: list[MilesbatchError]) -> Origin:
+    try:
+        return read_origin(layout)
+    except CorruptArtefactError as error:
+        errors.append(error)
+        return BEGINNING
 
 
 def read_batch(path: Path) -> BatchRecord | None:
@@ -141,11 +154,13 @@ def _incarnations(layout: RunLayout, errors: list[MilesbatchError]) -> Iterator[
         yield record
 
 
-def _records(layout: RunLayout, seals: Seals, promised: int, errors: list[MilesbatchError]) -> Iterator[BatchRecord]:
+def _records(
+    layout: RunLayout, seals: Seals, origin: Origin, promised: int, errors: list[MilesbatchError]
+) -> Iterator[BatchRecord]:
     """Batch records that count, ascending. A gap is an error when later ones count or a seal says that it was
     filled."""
     gaps: list[tuple[int, CorruptArtefactError]] = []
-    for step in range(1, max(_newest(layout.batches), promised) + 1):
+    for step in range(origin.step + 1, max(_newest(layout.batches), promised) + 1):
         path = layout.batch(step)
         try:
             record = read_batch(path)
@@ -197,7 +212,7 @@ class _Columns:
             self._digests.append(digest)
         return number
 
-    def history(self, steps: list[Step], seals: Seals, errors: list[MilesbatchError]) -> History:
+    def history(self, steps: list[Step], seals: Seals, origin: Origin, errors: list[MilesbatchError]) -> History:
         empty: dict[str, Any] = {"reason": np.int8, "file": np.int32, "content": "S39"}
         names = ("group_id", "step", "reason", "file", "samples", "version_min", "version_max", "content")
         whole = {
@@ -206,11 +221,13 @@ class _Columns:
         }
         # A group that two records name keeps its first fate; that is a violation, which an audit reports.
         _, first = np.unique(whole["group_id"], return_index=True)
+        columns: dict[str, Any] = {name: values[first] for name, values in whole.items()}
         return History(
-            **{name: values[first] for name, values in whole.items()},
+            **columns,
             paths=list(self._paths),
             digests=self._digests,
             steps=steps,
             seals=seals,
             errors=errors,
+            origin=origin,
         )

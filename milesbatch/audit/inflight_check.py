@@ -39,7 +39,7 @@ def check_inflight(layout: RunLayout, history: History, findings: Findings) -> N
             findings.note("leftover", path, error.what)
             continue
         findings.count(found.num_bytes)
-        if all(group in history.fates for group in range(name.first_group, name.last_group + 1)):
+        if all(history.is_decided(group) for group in range(name.first_group, name.last_group + 1)):
             findings.note(
                 "leftover", path, "unfinished episodes of groups that were decided; the next start removes it"
             )

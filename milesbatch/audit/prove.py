@@ -14,6 +14,7 @@ from collections import Counter
 from milesbatch.audit.checkpoints_check import check_checkpoints
 from milesbatch.audit.evaluations_check import check_evaluations
 from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.fork_check import check_fork
 from milesbatch.audit.inflight_check import check_inflight
 from milesbatch.audit.records_check import History, check_batches
 from milesbatch.audit.rules import check_identity
@@ -41,10 +42,11 @@ def examine(layout: RunLayout) -> tuple[Verdict, Findings]:
     """:func:`audit_run`, with what a repair needs."""
     findings = Findings(layout.root)
     identity = check_identity(layout, findings)
-    lives = check_lives(layout, findings)
+    lives = check_lives(layout, findings, identity.origin)
     history = check_batches(layout, lives, identity.rules, findings)
     versions = check_weights(layout, lives, identity.rules, history, findings)
     checkpoints = check_checkpoints(layout, lives, identity.rules, history, versions, findings)
+    check_fork(layout, identity, findings)
     experience = check_trajectories(layout, identity, lives, history, versions, findings)
     check_inflight(layout, history, findings)
     evaluations = check_evaluations(layout, findings)
@@ -85,7 +87,8 @@ def _groups(history: History, experience: Experience) -> Groups:
     """A group without a fate below the position of the stream is pending too: it will be generated."""
     trained = sum(fate.reason is None for fate in history.fates.values())
     lost = history.lost | (experience.missing - experience.pending)
-    gaps = {group for group in range(history.stream_position) if group not in history.fates}
+    first = history.origin.first_group
+    gaps = {group for group in range(first, history.stream_position) if not history.is_decided(group)}
     return Groups(
         trained=trained,
         rejected=len(history.fates) - trained,

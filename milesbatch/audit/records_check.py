@@ -14,6 +14,7 @@ from milesbatch.audit.findings import Findings, numbered, ranges
 from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
 from milesbatch.decisions.fates import Fate
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.records import BatchRecord, GroupRef, Rejection
 from milesbatch.store.layout import RunLayout
 
@@ -37,14 +38,19 @@ class History:
     """Trajectory file name -> the groups of it that have a fate."""
     repeated: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    origin: Origin = BEGINNING
 
     @property
     def last_step(self) -> int:
-        return max(self.records, default=0)
+        return max(self.records, default=self.origin.step)
 
     @property
     def stream_position(self) -> int:
-        return max(self.fates, default=-1) + 1
+        return max(self.origin.stream_position, max(self.fates, default=-1) + 1)
+
+    def is_decided(self, group_id: int) -> bool:
+        """Has the group a fate, of this run or of the one that it was forked from?"""
+        return group_id in self.fates or self.origin.has_decided(group_id)
 
     def fates_between(self, since: int, step: int) -> Mapping[str, str] | None:
         """``group id -> fate`` of steps ``since + 1 .. step``; None when one of their records is not whole."""
@@ -55,9 +61,12 @@ class History:
 
 def check_batches(layout: RunLayout, lives: Lives, rules: Rules | None, findings: Findings) -> History:
     """Read every batch record and check the chain and the fates."""
-    history = History()
+    history = History(origin=lives.origin)
     fenced: set[int] = set()
     for step, path in numbered(layout.batches, ".json"):
+        if step <= history.origin.step:
+            findings.violate("fate", path, f"this run was forked behind step {history.origin.step}", move=path)
+            continue
         record = findings.read_record(BatchRecord, path, move=path)
         if record is None:
             continue
@@ -86,7 +95,7 @@ def check_batches(layout: RunLayout, lives: Lives, rules: Rules | None, findings
 
 def _check_chain(layout: RunLayout, lives: Lives, history: History, fenced: set[int], findings: Findings) -> None:
     last = max(history.last_step, lives.seal(lives.newest).last_batch)
-    for step in range(1, last + 1):
+    for step in range(history.origin.step + 1, last + 1):
         path = layout.batch(step)
         if step in history.records or findings.has_trouble(path):
             continue
@@ -105,6 +114,11 @@ def _take_fates(layout: RunLayout, record: BatchRecord, history: History, findin
         if earlier is not None:
             history.repeated.add(group.group_id)
             findings.violate("fate", path, f"group {group.group_id} is {earlier} and, in this record, {fate}")
+        elif history.origin.has_decided(group.group_id):
+            history.repeated.add(group.group_id)
+            findings.violate(
+                "fate", path, f"group {group.group_id} had its fate before the run was forked, and is {fate}"
+            )
         else:
             history.fates[group.group_id] = fate
         history.uses.setdefault(group.path, []).append(Use(record.step, record.incarnation, group))
@@ -136,7 +150,7 @@ def _count_lost(layout: RunLayout, history: History, rules: Rules | None, findin
     """In bitwise mode a recorded step accounts for all groups of its range; in relaxed mode a gap is still pending."""
     if rules is None or not rules.batching.bitwise:
         return
-    for step in range(1, history.last_step + 1):
+    for step in range(history.origin.step + 1, history.last_step + 1):
         skipped = [group for group in rules.batching.groups_of_step(step) if group not in history.fates]
         history.lost.update(skipped)
         if skipped and step in history.records:

@@ -91,7 +91,10 @@ def describe_next_start(layout: RunLayout, incarnations: list[IncarnationRecord]
     found = survey(layout, incarnations)
     if steps is not None and layout.checkpoint_manifest(steps).exists():
         return [f"will do nothing: the run is finished (checkpoint {steps} of {steps} steps is there)"]
-    plan = plan_resume(found.checkpoints, len(found.batches), found.last_version)
+    try:
+        plan = plan_resume(found.checkpoints, found.last_batch, found.last_version, found.origin.step)
+    except CorruptArtefactError as error:
+        return [f"cannot be continued: {error}"]
     missing = _unreplayable(layout, found, plan)
     if missing:
         return [f"cannot be continued: step {step} must be replayed, but {what}" for step, what in missing]
@@ -110,7 +113,7 @@ def _steps(layout: RunLayout, incarnations: list[IncarnationRecord]) -> int | No
 def _unreplayable(layout: RunLayout, found: Survey, plan: ResumePlan) -> list[tuple[int, str]]:
     problems = []
     for step in plan.replayed:
-        files = {group.path: group.digest for group in found.batches[step - 1].trained}
+        files = {group.path: group.digest for group in found.batch(step).trained}
         for name, digest in sorted(files.items()):
             try:
                 read_table(layout.trajectory(name), digest=digest)
@@ -136,7 +139,7 @@ def _dropped(layout: RunLayout, found: Survey, findings: Findings) -> list[str]:
     records = [path for path in paths if path.startswith(f"{layout.batches.name}/")]
     words = []
     if records:
-        words.append(f"will decide {len(records)} recorded steps again, from step {len(found.batches) + 1} on")
+        words.append(f"will decide {len(records)} recorded steps again, from step {found.last_batch + 1} on")
     if paths:
         words.append(f"will move {len(paths)} more artefacts to quarantine: {', '.join(paths[:5])}{_more(paths)}")
     return words

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from milesbatch.audit.findings import Findings, listed
 from milesbatch.decisions.batching import BatchRule
+from milesbatch.decisions.origin import BEGINNING, Origin, origin_of
 from milesbatch.errors import InputError
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.recipe.yaml_text import parse_yaml
-from milesbatch.records import RunRecord, canonical_json, digest_bytes
+from milesbatch.records import ForkedFrom, RunRecord, canonical_json, digest_bytes
 from milesbatch.store.layout import RunLayout
 
 
@@ -37,6 +38,9 @@ class Identity:
     run_id: str | None
     fingerprints: Mapping[str, str]
     rules: Rules | None
+    origin: Origin = BEGINNING
+    """Where it begins; that of a fork whose ``run.json`` is damaged is not known."""
+    forked_from: ForkedFrom | None = None
 
 
 def check_identity(layout: RunLayout, findings: Findings) -> Identity:
@@ -57,8 +61,11 @@ def check_identity(layout: RunLayout, findings: Findings) -> Identity:
     recipe = _recipe(layout, record, findings)
     if recipe is None:
         findings.note("diagnosis", layout.recipe, "its rules (staleness, samples, seeds) were not checked")
-    run_id, fingerprints = (None, {}) if record is None else (record.run_id, record.fingerprints)
-    return Identity(run_id, fingerprints, None if recipe is None else _rules(recipe))
+    origin = origin_of(record)
+    rules = None if recipe is None else _rules(recipe, origin)
+    if record is None:
+        return Identity(None, {}, rules)
+    return Identity(record.run_id, record.fingerprints, rules, origin, record.forked_from)
 
 
 def _recipe(layout: RunLayout, record: RunRecord | None, findings: Findings) -> Recipe | None:
@@ -85,6 +92,7 @@ def _recipe(layout: RunLayout, record: RunRecord | None, findings: Findings) -> 
     return recipe
 
 
-def _rules(recipe: Recipe) -> Rules:
-    batching = BatchRule(recipe.trainer.groups_per_step, recipe.rollout.staleness, recipe.determinism == "bitwise")
+def _rules(recipe: Recipe, origin: Origin) -> Rules:
+    is_bitwise = recipe.determinism == "bitwise"
+    batching = BatchRule(recipe.trainer.groups_per_step, recipe.rollout.staleness, is_bitwise, origin)
     return Rules(batching, recipe.rollout.samples_per_group, recipe.seed, recipe.checkpoint.keep_every)

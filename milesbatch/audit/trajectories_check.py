@@ -97,7 +97,7 @@ class _Check:
             if counts:
                 self.findings.violate("damaged", path, detail, move=path)
                 self.found.missing.update(use.group.group_id for use in uses)
-                self.found.missing.update(group for group in groups if group not in self.history.fates)
+                self.found.missing.update(group for group in groups if not self.history.is_decided(group))
             else:
                 self.findings.note("orphan", path, f"it does not count, and {detail}", move=path)
             return
@@ -115,7 +115,7 @@ class _Check:
         self._check_facts(path, name, facts)
         for use in uses:
             self._check_use(path, name, facts, use)
-        open_groups = [group for group in facts.groups if group not in self.history.fates]
+        open_groups = [group for group in facts.groups if not self.history.is_decided(group)]
         self.found.pending.update(open_groups)
         self.found.trajectories += facts.rows
 

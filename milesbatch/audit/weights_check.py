@@ -83,7 +83,7 @@ def check_weights(
         detail = f"versions {ranges(unproven)} cannot be rebuilt, because a version before them cannot"
         findings.violate("chain", first, detail)
     versions.required = _required(lives, history, versions)
-    for version in range(versions.required + 1):
+    for version in range(lives.origin.first_version, versions.required + 1):
         path = layout.weights_manifest(version)
         if version not in versions.digests and not path.exists():
             findings.violate("missing", path, f"{path} is missing; versions up to {versions.required} were published")
@@ -91,14 +91,15 @@ def check_weights(
 
 
 def _required(lives: Lives, history: History, versions: Versions) -> int:
-    """Newest version that must exist: step k is recorded only after version k - 1 was published.
+    """Newest version that must exist: step k is recorded only after step k - 1 computed, and so after version k - 2 was
+    published; version k - 1 may be on its way.
 
     Records of earlier incarnations say nothing beyond the newest seal: what came after may have been found damaged at the
     take-over, and is then published again when its steps are replayed.
     """
     recorded = [step for step, record in history.records.items() if record.incarnation == lives.newest]
     sealed = lives.seal(lives.newest).last_version
-    return max(sealed, max(recorded, default=0) - 1, versions.last if versions.last is not None else -1)
+    return max(sealed, max(recorded, default=0) - 2, versions.last if versions.last is not None else -1)
 
 
 def _counting(

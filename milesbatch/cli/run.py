@@ -14,11 +14,13 @@ from typing import Annotated
 
 import typer
 
+from milesbatch.cli.forking import ForkOption, ForkStepOption, begin_fork, place_of
 from milesbatch.cli.recipes import find_recipe
 from milesbatch.cluster.context import runs_directory
 from milesbatch.errors import EXIT_TEMPFAIL
 from milesbatch.recipe.load import load_recipe
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_origin
 
 
 def run(
@@ -29,8 +31,13 @@ def run(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a recipe field; may be repeated.")
     ] = None,
+    fork: ForkOption = None,
+    fork_step: ForkStepOption = None,
 ) -> None:
     """Run a recipe on this machine, or continue the run that was stopped or killed.
+
+    With --fork NEW_RUN it goes on in another directory, with other settings:
+    milesbatch run RECIPE --run-dir OLD --fork NEW --set trainer.optimizer.learning_rate=1e-6
 
     Exit code 0 when the run is finished, 75 when it was stopped in order to be continued, 1 when it failed, 2 when the
     recipe or other input is wrong.
@@ -41,7 +48,8 @@ def run(
     from milesbatch.store.takeover import Claimant
 
     wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
-    layout = RunLayout(run_dir if run_dir is not None else runs_directory() / wanted.name)
+    place = place_of(run_dir, runs_directory(), wanted.name)
+    layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say))
     recipe_changes = open_or_make(layout, wanted, _say)
     if is_finished(layout, wanted.steps):
         _say(f"{layout.root} is finished: {wanted.steps} steps are trained")
@@ -66,6 +74,7 @@ def _say_ending(layout: RunLayout, ending: str) -> None:
 
 def _say_where_to_look(layout: RunLayout, finished_at: int | None) -> None:
     run, program = _as_argument(layout.root), _program()
+    first = read_origin(layout).first_group
     goes_on = (
         "the same command again continues this run where it is"
         if finished_at is None
@@ -75,7 +84,7 @@ def _say_where_to_look(layout: RunLayout, finished_at: int | None) -> None:
 where to look next:
   {program} status {run}          state, versions, restarts
   {program} traj stats {run}      reward, length and staleness by step
-  {program} traj show {run} 0     the first prompt group as conversations
+  {program} traj show {run} {first}     the first prompt group as conversations
   {program} weights ls {run}      policy versions
   {program} audit {run}           prove from the files that nothing was lost or repeated
   {program.removesuffix("milesbatch")}mlflow ui --backend-store-uri sqlite:///{run}/tracking/mlflow.db

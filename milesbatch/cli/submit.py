@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from milesbatch.cli.forking import ForkOption, ForkStepOption, begin_fork, place_of
 from milesbatch.cli.recipes import find_recipe
 from milesbatch.cluster.context import expand_path, runs_directory, site_directories, site_name
 from milesbatch.cluster.script import Script
@@ -40,12 +41,21 @@ def submit(
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a recipe field; may be repeated.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts; queue nothing.")] = False,
+    fork: ForkOption = None,
+    fork_step: ForkStepOption = None,
 ) -> None:
-    """Queue a recipe as Slurm jobs. The same command again continues a run that has stopped."""
+    """Queue a recipe as Slurm jobs. The same command again continues a run that has stopped.
+
+    With --fork NEW_RUN the state is taken over here and now, and the jobs go on in the new directory.
+    """
     wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
     where = find_site(site)
     base = expand_path(where.runs_directory) if where.runs_directory else runs_directory()
-    order = place_order(RunLayout(run_dir if run_dir is not None else base / wanted.name), wanted, where)
+    place = place_of(run_dir, base, wanted.name)
+    if dry_run and fork is not None:
+        raise UsageError("--dry-run makes nothing, and --fork makes a directory", mend="leave one of the two out")
+    layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say))
+    order = place_order(layout, wanted, where)
     check_order(order)
     scripts = scripts_of(order, cause=f"{BY_HAND}: `milesbatch submit`")
     if dry_run:
@@ -86,6 +96,10 @@ def refuse_queued(layout: RunLayout) -> None:
             f"job {job.job_id} of {layout.root} is {job.state.value}{reason}",
             mend=f"watch it with `milesbatch status {layout.root}`, or end it with `milesbatch cancel {layout.root}`",
         )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _show(scripts: tuple[Script, ...]) -> None:

@@ -17,6 +17,7 @@ from milesbatch.controller.regeneration import Regeneration
 from milesbatch.decisions.batching import BatchRule, choose_batch, missing_groups
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.leases import CommitAnswer, LeaseTable
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import GroupRef
 from milesbatch.store.layout import TrajectoryName
@@ -61,10 +62,14 @@ class Throughput:
 class Hub:
     """Answers the roles' questions. Methods named after the messages of :mod:`milesbatch.wire.messages`."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self.rule = BatchRule(recipe.trainer.groups_per_step, recipe.rollout.staleness, recipe.determinism == "bitwise")
-        self._leases = LeaseTable(recipe.rollout.groups_per_lease)
+    def __init__(self, recipe: Recipe, origin: Origin = BEGINNING) -> None:
+        """``origin`` is where the run begins: a fork does not begin with the first group."""
+        self._recipe, self._origin = recipe, origin
+        self.rule = BatchRule(
+            recipe.trainer.groups_per_step, recipe.rollout.staleness, recipe.determinism == "bitwise", origin
+        )
+        size = recipe.rollout.groups_per_lease
+        self._leases = LeaseTable(size, origin.first_group // size)
         self.ready: dict[int, GroupRef] = {}
         self._decided: set[int] = set()
         self._regeneration = Regeneration()
@@ -108,13 +113,14 @@ class Hub:
     ) -> None:
         """Take in what a take-over accepted. Published versions stay in use while the trainer is still loading."""
         self.published = last_version
-        self._decided = set(fates.fates)
+        self._decided = {*fates.fates, *self._origin.decided}
         self.last_step = fates.last_step
         self.ready = {group.group_id: group for group in ready if group.group_id not in self._decided}
         size = self._leases.block_size
         done = {self._leases.block_of(group_id) for group_id in (*self._decided, *self.ready)}
         have = self._decided | set(self.ready)
-        self._leases.mark_done(b for b in done if all(g in have for g in range(b * size, (b + 1) * size)))
+        first = self._origin.first_group  # it may lie inside a block, whose other groups are to be made
+        self._leases.mark_done(b for b in done if all(g < first or g in have for g in range(b * size, (b + 1) * size)))
         for name in () if self.rule.bitwise else unfinished:
             block = self._leases.block_of(name.first_group)
             if self._leases.groups(block) == range(name.first_group, name.last_group + 1):
@@ -209,7 +215,7 @@ class Hub:
     def _end_block(self) -> int | None:
         if not self.rule.bitwise:
             return None
-        return self._recipe.steps * self.rule.groups_per_step // self._leases.block_size
+        return self.rule.groups_of_step(self._recipe.steps).stop // self._leases.block_size
 
     def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
         if self._regeneration.commit(request.block, request.groups):
@@ -223,7 +229,7 @@ class Hub:
         self._accepted[request.block] = paths
         self._saved.pop(request.block, None)
         for group in request.groups:
-            if group.group_id not in self._decided:
+            if group.group_id not in self._decided and not self._origin.has_decided(group.group_id):
                 self.ready[group.group_id] = group
         self.throughput.recent.append((time.monotonic(), request.response_tokens))
         self.failures.window.extend([True] * len(request.errors) + [False] * (request.episodes - len(request.errors)))

@@ -83,8 +83,8 @@ class ControllerLoop:
         self._finished_at_s: float | None = None
         self._watches: tuple[StopWatch, ...] = (self._signals, CancelWatch(layout, incarnation.number))
         self.events = EventLog(layout, "controller-0", incarnation.number)
-        self.hub = Hub(recipe)
         found = incarnation.found
+        self.hub = Hub(recipe, found.origin)
         ready = [ref for name in found.ready_files for ref in group_refs(layout.trajectory(name))]
         self.hub.restore(found.fates, ready, found.last_version, incarnation.unfinished)
         token = secrets.token_hex(16)
@@ -230,7 +230,7 @@ class ControllerLoop:
             raise RunFailedError(
                 f"{failures.share():.0%} of the last {len(failures.window)} episodes failed; allowed are {limit:.0%}"
                 f"\n  the first error was: {failures.first_error}",
-                mend="a run keeps the reward function that it began with: mend it and start a new run (--run-dir NEW); if what"
+                mend="a run keeps the reward function that it began with: mend it and go on in a fork (--fork NEW); if what"
                 " failed lies outside of it, or environment.max_failed_share is to be raised, the same command goes on",
             )
 
@@ -260,7 +260,7 @@ class ControllerLoop:
         self.events.write(
             "incarnation_started",
             cause=self._incarnation.record.cause,
-            last_batch=len(found.batches),
+            last_batch=found.last_batch,
             last_version=found.last_version,
             checkpoints=found.checkpoints,
             ready_files=len(found.ready_files),

@@ -16,6 +16,7 @@ from milesbatch.cluster.port import Launcher
 from milesbatch.controller.display import open_display
 from milesbatch.controller.loop import ControllerLoop
 from milesbatch.controller.stopping import Ending, StopWatch
+from milesbatch.decisions.origin import origin_after
 from milesbatch.environments.held_out import check_held_out, open_held_out
 from milesbatch.environments.judge import reward_fingerprint
 from milesbatch.environments.prompts import open_prompts
@@ -23,12 +24,14 @@ from milesbatch.errors import InputError, RunMismatchError
 from milesbatch.faults.injector import arm_from
 from milesbatch.faults.points import point
 from milesbatch.preparation import prepare
+from milesbatch.recipe.forking import refuse_fork
 from milesbatch.recipe.freeze import ABSENT, changed_keys
+from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import IncarnationRecord, RunRecord
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.run import frozen_recipe, read_run_record
+from milesbatch.store.run import frozen_recipe, read_fork, read_run_record
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import read_incarnations
 from milesbatch.store.takeover import Claimant, Incarnation, take_over
@@ -119,7 +122,8 @@ def check_same_recipe(layout: RunLayout, record: RunRecord, wanted: Recipe) -> d
         listing = "\n".join(f"    {change}" for change in refused)
         raise RunMismatchError(
             f"{layout.root} is a run of another recipe (run {record.run_id}); these keys differ:\n{listing}",
-            mend="give the recipe that the run was started with, or another directory with --run-dir",
+            mend="give the recipe that the run was started with; or go on with this one in a run of its own, from the newest"
+            " checkpoint of this one, with --fork NEW_RUN; or begin anew in another directory with --run-dir",
         )
     # Fields of a kind that was changed go with it: naming them would give them to the new kind.
     kinds = {change.path.rpartition(".")[0] for change in changes if change.path.endswith(".kind")}
@@ -128,8 +132,18 @@ def check_same_recipe(layout: RunLayout, record: RunRecord, wanted: Recipe) -> d
 
 
 def _make_run(layout: RunLayout, recipe: Recipe, say: Say, preparing: Sequence[str]) -> RunRecord:
+    fork = read_fork(layout)
+    if fork is not None:  # made before, perhaps for another recipe
+        origin = origin_after(fork.forked_from)
+        refuse_fork(
+            load_recipe(layout.parent_recipe),
+            recipe,
+            step=origin.step,
+            first_group=origin.first_group,
+            has_gaps=bool(origin.decided),
+        )
     lay_out(layout, recipe)
-    say(f"new run in {layout.root}")
+    say(f"new run in {layout.root}" if fork is None else f"new run in {layout.root}, a fork of {fork.forked_from.path}")
     fingerprints = prepare(layout, say, preparing)
     return commit_run(layout, recipe, fingerprints)
 
@@ -144,7 +158,7 @@ def _check_fingerprints(record: RunRecord, wanted: Recipe) -> None:
             raise RunMismatchError(
                 f"the {name} of run {record.run_id} has changed since the run began:"
                 f" it was {record.fingerprints[name]}, it is {digest}",
-                mend="put back what the run was started with, or start a new run with --run-dir",
+                mend="put back what the run was started with; or go on in a run of its own with --fork NEW_RUN",
             )
 
 
@@ -157,7 +171,8 @@ def _found(incarnation: Incarnation) -> str:
     found, saved = incarnation.found, len(incarnation.unfinished)
     unfinished = f", {saved} files of unfinished episodes" if saved else ""
     if not found.batches:
-        return f"starts from the beginning{unfinished}"
-    steps, checkpoint = len(found.batches), max(found.checkpoints, default=0)
+        begin = found.origin.step
+        return f"starts from {f'step {begin} of its parent' if begin else 'the beginning'}{unfinished}"
+    steps, checkpoint = found.last_batch, max(found.checkpoints, default=0)
     unused = f"{len(found.ready_files)} unused trajectory files"
     return f"{steps} steps recorded, last checkpoint {checkpoint}, {unused}{unfinished}"

@@ -3,7 +3,8 @@
 Two modes (``determinism`` in the recipe):
 
 * **bitwise**: step k takes exactly the groups ``[(k-1)*G, k*G)``, all made by exactly version ``max(0, k-1-staleness)``. The
-  content of a step is then a pure function of the recipe, whatever died and whenever.
+  content of a step is then a pure function of the recipe, whatever died and whenever. A fork counts from its origin: see
+  :mod:`milesbatch.decisions.origin`.
 * **relaxed**: step k takes the first G acceptable groups in the order of their ids; a group whose oldest token is more than
   ``staleness`` versions behind is rejected as stale.
 """
@@ -13,28 +14,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.records import GroupRef, Rejection
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """The recipe's numbers that decide on batches: groups per step (G), allowed staleness in versions, and the mode."""
+    """What decides on batches: groups per step (G), allowed staleness in versions, the mode, and where the run begins."""
 
     groups_per_step: int
     staleness: int
     bitwise: bool
+    origin: Origin = BEGINNING
 
     def step_of_group(self, group_id: int) -> int:
         """Step that a group belongs to in bitwise mode."""
-        return group_id // self.groups_per_step + 1
+        return (group_id - self.origin.first_group) // self.groups_per_step + self.origin.step + 1
 
     def groups_of_step(self, step: int) -> range:
         """Groups of a step in bitwise mode."""
-        return range((step - 1) * self.groups_per_step, step * self.groups_per_step)
+        first = self.origin.first_group + (step - 1 - self.origin.step) * self.groups_per_step
+        return range(first, first + self.groups_per_step)
 
     def version_for(self, group_id: int) -> int:
         """The one version that may make this group in bitwise mode."""
-        return max(0, self.step_of_group(group_id) - 1 - self.staleness)
+        return max(self.origin.first_version, self.step_of_group(group_id) - 1 - self.staleness)
 
     def oldest_for(self, step: int) -> int:
         """Oldest policy version that may have drawn a token of ``step``, in relaxed mode."""

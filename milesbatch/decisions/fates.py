@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import BatchRecord
 
@@ -26,14 +27,20 @@ class Fate:
 
 @dataclass(slots=True)
 class FateTable:
-    """Fates of groups in batch records 1..``last_step``."""
+    """Fates of groups in the batch records up to ``last_step``, which begin behind the run's origin."""
 
     fates: dict[int, Fate] = field(default_factory=dict)
     last_step: int = 0
+    origin: Origin = BEGINNING
 
     @classmethod
-    def of(cls, records: Iterable[BatchRecord]) -> FateTable:
-        table = cls()
+    def beginning_at(cls, origin: Origin) -> FateTable:
+        """A table without records, of a run that begins at ``origin``."""
+        return cls(last_step=origin.step, origin=origin)
+
+    @classmethod
+    def of(cls, records: Iterable[BatchRecord], origin: Origin = BEGINNING) -> FateTable:
+        table = cls.beginning_at(origin)
         for record in records:
             table.add(record)
         return table
@@ -60,13 +67,17 @@ class FateTable:
                 raise CorruptArtefactError(
                     f"group {group_id} is {self.fates[group_id]} and, in batch {record.step}, {fate}"
                 )
+            if self.origin.has_decided(group_id):
+                raise CorruptArtefactError(
+                    f"group {group_id} is {fate} in batch {record.step}; the run that this one was forked from had decided it"
+                )
         self.fates.update(new)
         self.last_step = record.step
 
     def is_pending(self, group_id: int) -> bool:
-        return group_id not in self.fates
+        return group_id not in self.fates and not self.origin.has_decided(group_id)
 
     @property
     def stream_position(self) -> int:
         """Smallest group id above which (itself included) no group has a fate."""
-        return max(self.fates, default=-1) + 1
+        return max(self.origin.stream_position, max(self.fates, default=-1) + 1)

@@ -36,12 +36,13 @@ class Lease:
 class LeaseTable:
     """Leases over blocks. ``block b`` = groups ``[b * size, (b + 1) * size)``."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, first_block: int = 0) -> None:
+        """Blocks below ``first_block`` are done: they are none of this run's."""
         self.block_size = block_size
         self._leased: dict[int, Lease] = {}
         self._done: set[int] = set()
         self._next_id = 1
-        self._frontier = 0
+        self._frontier = first_block
 
     def groups(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)

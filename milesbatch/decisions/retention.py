@@ -1,6 +1,7 @@
 """What a run may delete: which checkpoints go, and up to which policy version the payload may go. Pure.
 
-Checkpoints: the newest ``keep`` stay, and each whose step is a multiple of ``keep_every``.
+Checkpoints: the newest ``keep`` stay, and each whose step is a multiple of ``keep_every``, and the one that a fork began with,
+which is its way back as the starting model is that of other runs.
 
 Weights. A start from the oldest of the newest ``keep`` checkpoints, c, may have a lost group of step c + 1 generated again, by
 version ``c - staleness`` at the least; workers and readers need what they hold and all that follows. Of all that the
@@ -15,7 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
-def checkpoints_to_retire(steps: Collection[int], keep: int, keep_every: int | None) -> tuple[int, ...]:
+def checkpoints_to_retire(
+    steps: Collection[int], keep: int, keep_every: int | None, origin_step: int = 0
+) -> tuple[int, ...]:
     """Steps of the committed checkpoints ``steps`` that go, ascending.
 
     Raises:
@@ -23,7 +26,8 @@ def checkpoints_to_retire(steps: Collection[int], keep: int, keep_every: int | N
     """
     if keep < 1 or (keep_every is not None and keep_every < 1):
         raise ValueError(f"keep and keep_every must be at least 1, found {keep} and {keep_every}")
-    return tuple(step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every)
+    going = (step for step in sorted(steps)[:-keep] if keep_every is None or step % keep_every)
+    return tuple(step for step in going if step != origin_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,9 @@ def open_asking(recipe: Recipe, section: Evaluation, name: str = OF_RECIPE) -> A
     return Asking(name, held_out, rules, settings)
 
 
-def due_versions(steps: int, every: int) -> tuple[int, ...]:
-    """Policy versions that an evaluation every ``every`` steps asks, ascending: the first and the last one always."""
-    return (*range(0, steps, every), steps)
+def due_versions(steps: int, every: int, first: int = 0) -> tuple[int, ...]:
+    """Policy versions that an evaluation every ``every`` steps asks, ascending: the first and the last one always.
+
+    ``first`` is the version that the run begins with; not 0 when it is a fork.
+    """
+    return tuple(sorted({first, *(version for version in range(0, steps, every) if version > first), steps}))

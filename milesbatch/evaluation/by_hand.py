@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from milesbatch.decisions.origin import origin_of
 from milesbatch.engines.protocol import RolloutEngine
 from milesbatch.errors import InputError
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
@@ -89,7 +90,7 @@ def evaluate_by_hand(
         newest = incarnations[-1].incarnation
         run = open_run(layout, newest)
         section = _wished(section_of(run.recipe, wish.prompts), wish)
-        due = wish.versions or due_versions(run.recipe.steps, section.every_steps)
+        due = wish.versions or due_versions(run.recipe.steps, section.every_steps, origin_of(run.record).step)
         with hold_from(layout, due[0]) as held:
             asking = made.asking(run.recipe, section, wish)
             evaluator = _evaluator(run, newest, asking, made, say)

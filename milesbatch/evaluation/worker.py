@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from milesbatch.cluster.context import RoleContext
+from milesbatch.decisions.origin import origin_of
 from milesbatch.errors import InputError, StoppedToContinue
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking
 from milesbatch.evaluation.evaluator import Evaluator, Generating
@@ -41,7 +42,7 @@ def main(context: RoleContext) -> None:
     section = run.recipe.evaluation
     if section is None:
         raise InputError("the recipe has no section evaluation", mend="nothing: there is nothing to evaluate")
-    due = due_versions(run.recipe.steps, section.every_steps)
+    due = due_versions(run.recipe.steps, section.every_steps, origin_of(run.record).step)
     events = EventLog(layout, context.name, context.incarnation)
     with hold_from(layout, due[0]) as held:
         asking = open_asking(run.recipe, section)

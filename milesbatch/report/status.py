@@ -10,6 +10,7 @@ import contextlib
 import os
 from typing import Any
 
+from milesbatch.decisions.origin import origin_of
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.evaluation.reader import main_curve
 from milesbatch.jobs.order import submitted_recipe
@@ -72,7 +73,7 @@ class StatusReader:
         current = incarnations[-1] if incarnations else None
         condition = self._condition(current)
         run = self._open(current)
-        self._step = step = _last_step(layout, self._step)
+        self._step = step = _last_step(layout, self._step, origin_of(run.record).step if run else 0)
         version, digest = _newest_version(layout, step)
         checkpoint = _last_checkpoint(layout, step)
         recent, live = recent_steps(layout), condition.live or {}
@@ -217,8 +218,9 @@ def _restart(record: IncarnationRecord) -> dict[str, Any]:
     }
 
 
-def _last_step(layout: RunLayout, known: int) -> int:
-    step = known if layout.batch(known).exists() else 0
+def _last_step(layout: RunLayout, known: int, origin: int) -> int:
+    """``known`` was recorded at the last look; the run begins behind ``origin``."""
+    step = known if known > origin and layout.batch(known).exists() else origin
     while layout.batch(step + 1).exists():
         step += 1
     return step

@@ -22,9 +22,11 @@ from milesbatch.store.durable import (
     is_residue,
     make_directory,
     publish_file,
+    read_optional,
     remove_file,
 )
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_fork
 from milesbatch.store.sight import refresh
 
 
@@ -36,6 +38,8 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
         StorageError: it cannot be written.
     """
     known = {path.name for path in layout.directories()} | {
+        layout.fork.name,
+        layout.parent.name,
         "recipe.yaml",
         "run.json",
         "tracking",
@@ -66,7 +70,9 @@ def lay_out(layout: RunLayout, recipe: Recipe) -> None:
 
 def _refuse_headless(layout: RunLayout) -> None:
     """A directory with a run's artefacts but without its ``run.json`` is a damaged run, not the beginning of one."""
-    places = (layout.incarnations, layout.batches, layout.weights, layout.checkpoints, layout.trajectories)
+    places: tuple[Path, ...] = (layout.incarnations, layout.batches, layout.trajectories)
+    if not layout.fork.exists():  # a fork begins with weights and a checkpoint
+        places += (layout.weights, layout.checkpoints)
     left = sorted(
         path.relative_to(layout.root)
         for place in places
@@ -85,8 +91,11 @@ def _refuse_headless(layout: RunLayout) -> None:
 def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str]) -> RunRecord:
     """Commit ``run.json`` over everything that is in place now.
 
+    Of a fork it also says which state of which run this is.
+
     Raises:
         RunHeldError: another start is making a run of another recipe in the same directory.
+        RunMismatchError: it is a fork, and its model is not that of the parent any more.
         StorageError: nothing was committed.
     """
     if layout.recipe.read_bytes() != dump_recipe(recipe).encode():
@@ -95,6 +104,10 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
             mend="end one of the two, or give another directory with --run-dir",
         )
     payload = [layout.recipe, *_model_files(layout)]
+    fork = read_fork(layout)
+    if fork is not None:
+        _check_model(layout, fingerprints)
+        payload += [layout.fork, *(layout.root / ref.path for ref in fork.files if ref.path.startswith("parent/"))]
     record = RunRecord(
         run_id=f"{recipe.name}-{secrets.token_hex(4)}",
         name=recipe.name,
@@ -102,12 +115,25 @@ def commit_run(layout: RunLayout, recipe: Recipe, fingerprints: Mapping[str, str
         created_at=utc_now(),
         fingerprints=dict(fingerprints),
         files=tuple(file_ref(path, name=_relative(layout, path)) for path in payload),
+        forked_from=None if fork is None else fork.forked_from,
     )
     try:
         create_exclusively(layout.run_record, record.to_bytes())
     except AlreadyExistsError:
         raise _made_by_another(layout) from None
     return record
+
+
+def _check_model(layout: RunLayout, fingerprints: Mapping[str, str]) -> None:
+    """The weights of a pretrained model lie elsewhere, and may have changed since the parent began with them."""
+    path = layout.parent_run_record
+    parent = RunRecord.from_bytes(read_optional(path) or b"", str(path)).fingerprints
+    for name in ("model", "tokenizer", "chat_template"):
+        if fingerprints.get(name) != parent.get(name):
+            raise RunMismatchError(
+                f"the {name} is {fingerprints.get(name)}; the run that {layout.root} was forked from has {parent.get(name)}",
+                mend="put back what the parent was started with: a fork keeps its model and tokenizer",
+            )
 
 
 def _made_by_another(layout: RunLayout) -> RunHeldError:

@@ -60,6 +60,34 @@ class RunLayout:
         return self.root / "run.json"
 
     @property
+    def fork(self) -> Path:
+        """Of a fork: what was taken over from which run."""
+        return self.root / "fork.json"
+
+    @property
+    def parent(self) -> Path:
+        """Of a fork: copies of the parent's own records, which prove what was taken over."""
+        return self.root / "parent"
+
+    @property
+    def parent_run_record(self) -> Path:
+        return self.parent / "run.json"
+
+    @property
+    def parent_recipe(self) -> Path:
+        return self.parent / "recipe.yaml"
+
+    @property
+    def parent_checkpoint(self) -> Path:
+        """The manifest of the parent's checkpoint that the fork began with."""
+        return self.parent / "checkpoint.json"
+
+    @property
+    def parent_weights(self) -> Path:
+        """The manifest of the parent's policy version that the fork began with."""
+        return self.parent / "weights.json"
+
+    @property
     def recipe(self) -> Path:
         return self.root / "recipe.yaml"
 

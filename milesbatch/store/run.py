@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from milesbatch.decisions.origin import Origin, origin_of
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.recipe.freeze import with_changes
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
-from milesbatch.records import IncarnationRecord, RunRecord
+from milesbatch.records import ForkRecord, IncarnationRecord, RunRecord
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.sight import AT_ONCE, Sight
@@ -35,6 +36,25 @@ def read_run_record(layout: RunLayout) -> RunRecord | None:
     """
     data = read_optional(layout.run_record)
     return None if data is None else RunRecord.from_bytes(data, str(layout.run_record))
+
+
+def read_fork(layout: RunLayout) -> ForkRecord | None:
+    """What was taken over from a parent; None when the directory is no fork.
+
+    Raises:
+        CorruptArtefactError: ``fork.json`` is damaged.
+    """
+    data = read_optional(layout.fork)
+    return None if data is None else ForkRecord.from_bytes(data, str(layout.fork))
+
+
+def read_origin(layout: RunLayout) -> Origin:
+    """Where the run in this directory begins; at the starting model when there is no run (yet).
+
+    Raises:
+        CorruptArtefactError: ``run.json`` is damaged.
+    """
+    return origin_of(read_run_record(layout))
 
 
 def frozen_recipe(layout: RunLayout, record: RunRecord) -> Recipe:

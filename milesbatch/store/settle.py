@@ -38,7 +38,7 @@ def settle(layout: RunLayout, incarnations: Sequence[IncarnationRecord], found: 
 
 def _directories(layout: RunLayout, since: int, found: Survey) -> Iterator[Path]:
     """Inner ones first."""
-    for version in range(since + 1, found.last_version + 1):
+    for version in range(max(since + 1, found.origin.first_version), found.last_version + 1):
         yield layout.weights_version(version)
     # All that are there: a manifest that retention has just removed must not come back after the seal.
     yield from (entry for entry in sorted(layout.checkpoints.iterdir()) if entry.is_dir())

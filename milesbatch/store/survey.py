@@ -9,12 +9,13 @@ all that is known and is not there is *unseen*: missing, unless a shared filesys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from milesbatch.decisions.fates import FateTable
+from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.ids import parse_number
 from milesbatch.records import (
@@ -29,6 +30,7 @@ from milesbatch.records import (
 )
 from milesbatch.store.durable import digest_file, ends_with, read_optional, storage_error, verify_files
 from milesbatch.store.layout import TRAJECTORY_END, RunLayout, TrajectoryName
+from milesbatch.store.run import read_origin
 from milesbatch.store.sight import refresh
 
 R = TypeVar("R", bound=Record)
@@ -39,6 +41,7 @@ _NOTHING = Seal(last_batch=0, last_version=-1, checkpoints=(), trajectories=())
 class Survey:
     """What counts, and what does not (``broken``: path and reason)."""
 
+    origin: Origin = BEGINNING
     batches: list[BatchRecord] = field(default_factory=list)
     last_version: int = -1
     checkpoints: list[int] = field(default_factory=list)
@@ -51,11 +54,19 @@ class Survey:
 
     @property
     def fates(self) -> FateTable:
-        return FateTable.of(self.batches)
+        return FateTable.of(self.batches, self.origin)
+
+    @property
+    def last_batch(self) -> int:
+        """Newest step with a batch record; of a fork without any, the step that it began behind."""
+        return self.origin.step + len(self.batches)
+
+    def batch(self, step: int) -> BatchRecord:
+        return self.batches[step - 1 - self.origin.step]
 
     def seal(self) -> Seal:
         return Seal(
-            last_batch=len(self.batches),
+            last_batch=self.last_batch,
             last_version=self.last_version,
             checkpoints=tuple(sorted(self.checkpoints)),
             trajectories=tuple(sorted(str(name) for name in self.ready_files)),
@@ -114,7 +125,7 @@ def survey(
 
     Batch records up to ``last_batch`` and versions up to ``last_version`` were committed, as the caller was told.
     """
-    found = Survey()
+    found = Survey(read_origin(layout))
     later = Seals(incarnations)
     promised = incarnations[-1].seal if incarnations else _NOTHING
     _survey_batches(layout, later, max(promised.last_batch, last_batch), found)
@@ -187,7 +198,7 @@ def _numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
 
 
 def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
-    fates = FateTable()
+    fates = FateTable.beginning_at(found.origin)
     while True:
         step = fates.last_step + 1
         path = layout.batch(step)
@@ -208,26 +219,28 @@ def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Surve
     if promised > fates.last_step or above:
         _expect_batch(layout, found)
     for step, path in above:
-        found.broken.append((path, f"batch record {step} does not follow the unbroken chain 1..{fates.last_step}"))
+        chain = f"{found.origin.step + 1}..{fates.last_step}"
+        found.broken.append((path, f"batch record {step} does not follow the unbroken chain {chain}"))
 
 
 def _expect_batch(layout: RunLayout, found: Survey) -> None:
     """Something shows that the next batch record was committed."""
-    path = layout.batch(len(found.batches) + 1)
+    path = layout.batch(found.last_batch + 1)
     if path not in found.unseen and path in found.absent:
         found.unseen.append(path)
 
 
-def _versions(layout: RunLayout, last_batch: int) -> list[int]:
+def _versions(layout: RunLayout, found: Survey) -> list[int]:
     """Versions that may exist, ascending: those that follow from the batch records, and what is listed beyond."""
-    return sorted({*range(last_batch + 1), *(version for version, _ in _numbered(layout.weights))})
+    known = range(found.origin.first_version, found.last_batch + 1)
+    return sorted({*known, *(version for version, _ in _numbered(layout.weights))})
 
 
 def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
-    last_batch = len(found.batches)
+    last_batch = found.last_batch
     good: dict[int, WeightsManifest] = {}
     chain_end = -1
-    for version in _versions(layout, last_batch):
+    for version in _versions(layout, found):
         path = layout.weights_manifest(version)
         manifest = _read(WeightsManifest, path, found)
         if manifest is None:
@@ -251,7 +264,8 @@ def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Surve
             chain_end = version
         else:
             found.broken.append((path, reason))
-    expected = (layout.weights_manifest(version) for version in range(min(promised, last_batch) + 1))
+    first = found.origin.first_version
+    expected = (layout.weights_manifest(version) for version in range(first, min(promised, last_batch) + 1))
     found.unseen += [path for path in expected if path in found.absent][:1]
     retired = _survey_retirements(layout, found)
     _verify_newest_chain(layout, good, retired, found)
@@ -266,7 +280,7 @@ def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Surve
 def _survey_retirements(layout: RunLayout, found: Survey) -> set[int]:
     """Versions whose payload was retired: neither broken, nor the beginning of a chain."""
     retired = set()
-    for version in _versions(layout, len(found.batches)):
+    for version in _versions(layout, found):
         path = layout.weights_retirement(version)
         record = _read(Retirement, path, found) if layout.weights_version(version).is_dir() else None
         if record is not None and record.version != version:
@@ -307,7 +321,7 @@ def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int]
     whole_one_found = False
     listed = {step for step, _ in _numbered(layout.checkpoints)}
     # Newer ones than are listed may be there; older ones may have been retired.
-    newer = range(max(listed, default=0) + 1, len(found.batches) + 1)
+    newer = range(max(listed, default=0) + 1, found.last_batch + 1)
     for step in sorted({*listed, *promised, *newer}, reverse=True):
         directory, path = layout.checkpoint(step), layout.checkpoint_manifest(step)
         manifest = _read(CheckpointManifest, path, found)
@@ -318,7 +332,7 @@ def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int]
             reason = f"it is the manifest of checkpoint {manifest.step}"
         elif not later.accept_checkpoint(manifest):
             reason = f"written by incarnation {manifest.incarnation} after it had been sealed"
-        elif step > len(found.batches):
+        elif step > found.last_batch:
             reason = f"checkpoint {step} has no batch record"
             _expect_batch(layout, found)
         elif not whole_one_found:  # older ones are read in full only when they are needed
@@ -338,7 +352,7 @@ def _survey_trajectories(layout: RunLayout, later: Seals, promised: Sequence[str
     fates = found.fates
     consumed = {group.path for record in found.batches for group in record.trained}
     consumed |= {group.path for record in found.batches for group in record.rejected}
-    # Where each decided group was read from: a second file of the same groups replaces it only when it is gone.
+    # Where each group that was decided here was read from: a second file of the same groups replaces it only when it is gone.
     homes: dict[int, Path] = {}
     for record in found.batches:
         homes.update({group.group_id: layout.trajectory(group.path) for group in record.trained})
@@ -358,7 +372,7 @@ def _survey_trajectories(layout: RunLayout, later: Seals, promised: Sequence[str
         if path.name not in consumed and not later.accept_trajectories(name):
             reason = f"written by incarnation {name.incarnation} after it had been sealed"
         elif (path.name not in consumed and blocks.intersection(groups)) or (
-            path.name not in consumed and not fates.is_pending(groups[0]) and homes[groups[0]].exists()
+            path.name not in consumed and _has_home([g for g in groups if not found.origin.has_decided(g)], homes)
         ):
             reason = "another file holds the same groups"
         else:
@@ -378,3 +392,8 @@ def _survey_trajectories(layout: RunLayout, later: Seals, promised: Sequence[str
             blocks.update(groups)
         else:
             found.broken.append((path, reason))
+
+
+def _has_home(groups: Sequence[int], homes: Mapping[int, Path]) -> bool:
+    """Was the first of ``groups`` decided, and is the file that it was read from still there?"""
+    return bool(groups) and groups[0] in homes and homes[groups[0]].exists()

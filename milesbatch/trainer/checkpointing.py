@@ -81,6 +81,7 @@ class Checkpointer:
         keep: int,
         patience: Patience,
         keep_every: int | None = None,
+        origin_step: int = 0,
     ) -> None:
         self._layout = layout
         self._fence = fence
@@ -89,6 +90,7 @@ class Checkpointer:
         self._world_size = world_size
         self._keep = keep
         self._keep_every = keep_every
+        self._origin_step = origin_step
         self._patience = patience
         self._running: CheckpointFacts | None = None
         self._files: tuple[FileRef, ...] = ()
@@ -116,8 +118,10 @@ class Checkpointer:
         """Return when the state may change: at once when none is being copied."""
         self._saver.await_copy()
 
-    def finish(self) -> int | None:
+    def finish(self, settled: Callable[[CheckpointFacts], CheckpointFacts] = lambda facts: facts) -> int | None:
         """All ranks: wait for the running checkpoint and (rank 0) commit it; returns its step, None when none was running.
+
+        ``settled`` completes the facts on rank 0 by what was not known at the start; it raises what ends the trainer.
 
         Raises:
             FencedError: a newer incarnation has taken over; nothing was committed.
@@ -130,7 +134,8 @@ class Checkpointer:
         self._saver.wait()
         point("trainer.checkpoint_written")
         if self._rank == 0:
-            self._patience.until_space(lambda: self._commit(facts))
+            complete = settled(facts)
+            self._patience.until_space(lambda: self._commit(complete))
             self.later(functools.partial(self._retire, facts.step))
         return facts.step
 
@@ -149,14 +154,16 @@ class Checkpointer:
     def restore(self, step: int, state: dict[str, Any], sight: Sight = AT_ONCE) -> CheckpointManifest:
         """All ranks: fill the tensors of ``state`` in place from the committed checkpoint of ``step``; returns its manifest.
 
-        ``sight``: how long a rank on another host than the writer's looks for it.
+        ``sight``: how long a rank on another host than the writer's looks for it. A fork may have more ranks than its parent:
+        those that had no predecessor keep the random state that they have (nothing is drawn from it in training).
 
         Raises:
             CorruptArtefactError: the manifest or a shard is missing or damaged.
             StorageError: the shards cannot be read.
         """
         manifest = sight.until_seen(lambda: read_checkpoint(self._layout, step))
-        self._saver.load(state, self._layout.checkpoint_shards(step, manifest.incarnation))
+        saved = {key: value for key, value in state.items() if self._rank < manifest.world_size or not is_random(key)}
+        self._saver.load(saved, self._layout.checkpoint_shards(step, manifest.incarnation))
         return manifest
 
     def has(self, step: int, sight: Sight = AT_ONCE) -> bool:
@@ -215,9 +222,14 @@ class Checkpointer:
     def _retire(self, newest: int) -> None:
         """Only checkpoints that count are counted, so that a zombie's never takes the place of a good one."""
         committed = counting_checkpoints(self._layout, newest)
-        for step in checkpoints_to_retire(committed, self._keep, self._keep_every):
+        for step in checkpoints_to_retire(committed, self._keep, self._keep_every, self._origin_step):
             self._fence.check()  # what a newer incarnation has sealed is not this one's to delete
             remove_tree(self._layout.checkpoint(step))
+
+
+def is_random(key: str) -> bool:
+    """Is this entry of a trainer's state one rank's random state, which only a rank of the same number can take over?"""
+    return key.startswith("random/")
 
 
 def committed_checkpoints(layout: RunLayout) -> list[int]:

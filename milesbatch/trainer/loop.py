@@ -1,12 +1,14 @@
 """The trainer's loop: resume, replay, then step after step.
 
     load checkpoint c ──> replay c+1..k with the recorded batches ──> for step k+1 ...:
-        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> rank 0: publish weights
+        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> gather the weights
+        beside step k+2 and what comes before it: encode, write and commit version k+1
         every N steps, and on a stop signal: checkpoint in the background
 
 The order of effects that recovery relies on (docs/protocol.md, rule 4): the batch record of step k is committed before step
-k computes; version k is published after it; checkpoint k is committed after version k. So a crash at any instant leaves one
-of: record without version (replayed, then published), version without checkpoint (replayed, digests compared), or both.
+k computes; version k is published after it, and before version k+1 is begun; checkpoint k is committed after version k. So a
+crash at any instant leaves at most the newest two records without their versions (replayed, then published), versions without
+a checkpoint (replayed, digests compared), or both. Replays, and runs without staleness, publish before they go on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from milesbatch.backends.protocol import TrainerBackend
 from milesbatch.cluster.context import RoleContext
 from milesbatch.decisions.fates import FateTable
+from milesbatch.decisions.origin import origin_of
 from milesbatch.decisions.resume import ResumePlan, plan_resume
 from milesbatch.errors import CorruptArtefactError, StoppedToContinue, StorageFullError
 from milesbatch.faults.points import point
@@ -38,10 +42,12 @@ from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.broadcasting import Broadcasting
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
+from milesbatch.trainer.overlap import Overlap
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
 from milesbatch.trainer.restoring import restore_groups
 from milesbatch.trainer.retiring import Retiring
+from milesbatch.weights.team import Team
 from milesbatch.wire import messages as wire
 from milesbatch.wire.client import Controller, Pulse
 
@@ -57,6 +63,13 @@ class Resume:
     divergences: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Mend:
+    """Rank 0 asks all ranks to make these policy versions reachable, before it says what they wait for."""
+
+    versions: tuple[int, ...]
+
+
 class TrainerLoop:
     """One rank of the trainer."""
 
@@ -68,7 +81,10 @@ class TrainerLoop:
         controller: Controller,
         pulse: Pulse,
         events: EventLog,
+        team: Team,
+        overlap: Overlap,
     ) -> None:
+        """``team``: what the ranks' publishers talk through; ``overlap``: where they run beside the training."""
         self._context = context
         self._layout = run.layout
         self._recipe = run.recipe
@@ -78,15 +94,16 @@ class TrainerLoop:
         self._events = events
         self._is_first = context.index == 0
         self.fence = Fence(run.layout, context.incarnation)
-        self._fates = FateTable()
+        self._origin = origin_of(run.record)
+        self._fates = FateTable.beginning_at(self._origin)
         self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
         self._sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, self._tell_unseen)
         broadcasting = None
         if self._is_first and run.recipe.weights.transport != "delta":
             broadcasting = Broadcasting(context, run.recipe, controller, pulse, events)
         self._publishing = Publishing(
-            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight, self._tell_unusual,
-            broadcasting,
+            run.layout, run.recipe, self.fence, backend, team, context.count, overlap, self._patience, self._sight,
+            self._tell_unusual, broadcasting,
         )  # fmt: skip
         self._retiring = Retiring(run.layout, run.recipe, self.fence)
         self._checkpointed = -1
@@ -129,7 +146,7 @@ class TrainerLoop:
             lambda: survey(layout, incarnations, last_batch=told.recorded, last_version=told.published),
             lambda found: found.unseen,
         )
-        missing = layout.batch(len(found.batches) + 1)
+        missing = layout.batch(found.last_batch + 1)
         if missing in found.unseen:
             raise CorruptArtefactError(
                 f"{missing} was committed, and cannot be seen on this host",
@@ -137,8 +154,9 @@ class TrainerLoop:
             )
         self._patience.until_space(lambda: settle(layout, incarnations, found))
         self._publishing.distrust(lost)
+        self._refuse_lost_origin(lost)
         last_version = min([found.last_version, *(version - 1 for version in lost)])
-        plan = plan_resume(found.checkpoints, len(found.batches), last_version)
+        plan = plan_resume(found.checkpoints, found.last_batch, last_version, self._origin.step)
         divergences: tuple[int, ...] = ()
         if plan.from_checkpoint:
             manifest = self._sight.until_seen(lambda: read_checkpoint(layout, plan.checkpoint_step))
@@ -152,10 +170,23 @@ class TrainerLoop:
         )
         return Resume(plan, tuple(found.batches), divergences)
 
+    def _refuse_lost_origin(self, lost: Sequence[int]) -> None:
+        """A fork cannot make versions below its origin again: it has neither their batch records nor a checkpoint there.
+
+        Raises:
+            CorruptArtefactError: workers need such a version and cannot rebuild it.
+        """
+        below = [version for version in lost if version < self._origin.step]
+        if below:
+            raise CorruptArtefactError(
+                f"policy version {below[0]} came from the run that this one was forked from, and cannot be rebuilt any more",
+                mend=f"put {self._layout.weights_version(below[0])} back from a copy, or fork again with --fork",
+            )
+
     def _load(self, resume: Resume, checkpointer: Checkpointer) -> None:
         self._pulse.state = "loading"
         plan = resume.plan
-        for record in resume.records[: plan.checkpoint_step]:
+        for record in resume.records[: plan.checkpoint_step - self._origin.step]:
             self._fates.add(record)
         self._publishing.divergences = list(resume.divergences)
         if plan.from_checkpoint:
@@ -163,7 +194,10 @@ class TrainerLoop:
             manifest = checkpointer.restore(plan.checkpoint_step, state, self._sight)
             self._backend.load_state_dict(state)
             self._checkpointed = plan.checkpoint_step
-            self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
+            if plan.is_published:
+                self._publishing.resume_at(plan.checkpoint_step, manifest.weights_digest)
+            else:
+                self._publishing.publish(plan.checkpoint_step, moved=False)
         else:
             self._publishing.publish(0, moved=False)
         self._tell_published()
@@ -176,19 +210,20 @@ class TrainerLoop:
         record: BatchRecord | None = None
         if self._is_first:
             if step <= resume.plan.last_batch:
-                record = None if self._pulse.should_stop else resume.records[step - 1]
+                record = None if self._pulse.should_stop else resume.records[step - 1 - self._origin.step]
             else:
                 record = self._make_record(step)
             if record is not None:
                 self._tell_recorded(record)
         else:
             self._pulse.state = "waiting"
-        return _agree(record)
+        return self._received(record)
 
     def _make_record(self, step: int) -> BatchRecord | None:
         """Rank 0: wait for finished groups, decide their fates, and commit the record."""
-        self._pulse.state = "waiting"
         while True:
+            # A version that is on its way is work: should it hang, that is found.
+            self._pulse.state = "waiting" if self._publishing.is_idle else "training"
             answer = self._controller.batch(step)
             if answer.stop:
                 return None
@@ -216,9 +251,16 @@ class TrainerLoop:
             return
         versions = unreachable if self._recipe.determinism == "bitwise" else (self._publishing.version,)
         self._events.write("weights_mended", versions=list(versions))
+        _agree(_Mend(versions))
         self._publishing.mend(versions)
         for version in versions:
             self._controller.tell("published", wire.Published(version=version))
+
+    def _received(self, value: T) -> T:
+        """Rank 0's value, on all ranks, which until it comes do their part in what rank 0 mends."""
+        while isinstance(found := _agree(value), _Mend):
+            self._publishing.mend(found.versions)
+        return found
 
     def _train(self, record: BatchRecord, checkpointer: Checkpointer, *, is_replay: bool, began_s: float) -> None:
         point("trainer.recorded")
@@ -233,21 +275,27 @@ class TrainerLoop:
         trained_s = time.monotonic()
         self._pulse.moved()
         point("trainer.trained")
+        figures = {
+            **data.metrics,
+            **{name: value for name, value in asdict(metrics).items() if value is not None},
+            "wait_s": waited_s,
+            "train_s": trained_s - began_s - waited_s,
+        }
+
+        def then(published: dict[str, float]) -> None:
+            self._pulse.policy_version = record.step
+            point("trainer.published")
+            if self._is_first:
+                self._tell_published()
+                self._tell_step(record.step, is_replay, {**figures, **published})
+            self._pulse.moved()
+
+        # Replays are compared one by one; without staleness the next step's groups are made by this very version.
+        waits = is_replay or self._recipe.rollout.staleness == 0
         moved = metrics.grad_norm > 0 and metrics.learning_rate > 0
-        published = self._publishing.publish(record.step, moved=moved)
-        self._pulse.policy_version = record.step
-        point("trainer.published")
-        if self._is_first:
-            self._tell_published()
-            figures = {
-                **data.metrics,
-                **{name: value for name, value in asdict(metrics).items() if value is not None},
-                "wait_s": waited_s,
-                "train_s": trained_s - began_s - waited_s,
-                "publish_s": time.monotonic() - trained_s,
-                **published,
-            }
-            self._tell_step(record.step, is_replay, figures)
+        self._publishing.begin(record.step, moved=moved, then=then, waits=waits)
+        if waits:
+            self._publishing.finish()
         self._pulse.moved()
 
     def _whole_groups(self, record: BatchRecord) -> tuple[GroupRef, ...]:
@@ -255,8 +303,8 @@ class TrainerLoop:
         is_bitwise = self._recipe.determinism == "bitwise"
         first = self._is_first
         if first:
-            return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
-        return _agree(record.trained)
+            return self._received(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
+        return self._received(record.trained)
 
     def _regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
         self._events.write("regenerating", groups=list(groups))
@@ -308,7 +356,7 @@ class TrainerLoop:
         """Commit what is being written; False, on all ranks, when the disk was too full for it (the one before stays)."""
         committed, is_full = None, False
         try:
-            committed = checkpointer.finish()
+            committed = checkpointer.finish(self._settled)
         except StorageFullError as error:
             is_full = True
             self._tell_full(error.what)
@@ -338,13 +386,18 @@ class TrainerLoop:
         fates = {str(g): str(fate) for g, fate in sorted(self._fates.fates.items()) if fate.step > since}
         return CheckpointFacts(
             step=step,
-            weights_digest=self._publishing.weights_digest,
+            weights_digest="",  # known when the version is published: see _settled
             stream_position=self._fates.stream_position,
             fates_since=since,
             fates=fates,
             pending=tuple(group for group in pending if self._fates.is_pending(group.group_id)),
             divergences=tuple(self._publishing.divergences),
         )
+
+    def _settled(self, facts: CheckpointFacts) -> CheckpointFacts:
+        """Rank 0, just before the commit: what is known only once the version of that step is published."""
+        digest = self._publishing.digest_of(facts.step)
+        return replace(facts, weights_digest=digest, divergences=tuple(self._publishing.divergences))
 
     @property
     def patience(self) -> Patience:

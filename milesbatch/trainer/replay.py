@@ -23,7 +23,7 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, step_data
-from milesbatch.trainer.checkpointing import read_checkpoint
+from milesbatch.trainer.checkpointing import is_random, read_checkpoint
 from milesbatch.weights.publisher import Publisher
 
 
@@ -34,24 +34,30 @@ def replay(layout: RunLayout, step: int, rank: int, world_size: int) -> None:
         InputError: the step is not recorded. CorruptArtefactError: a file that it needs is damaged.
     """
     found = survey(layout, read_incarnations(layout))
-    if not 1 <= step <= len(found.batches):
+    begin = found.origin.step
+    if not begin < step <= found.last_batch:
         raise InputError(
-            f"step {step} of {layout.root} is not recorded", mend=f"give a step from 1 to {len(found.batches)}"
+            f"step {step} of {layout.root} is not recorded", mend=f"give a step from {begin + 1} to {found.last_batch}"
         )
     run = open_run(layout, len(read_incarnations(layout)))
     torch.set_num_threads(run.recipe.trainer.threads)
     torch.use_deterministic_algorithms(run.recipe.determinism == "bitwise", warn_only=True)
     backend = FsdpBackend(run.recipe, load_initial_model(run.recipe, layout.model), torch.device("cpu"))
     start = max((c for c in found.checkpoints if c < step), default=0)
+    if start < begin:
+        raise InputError(
+            f"checkpoint {begin}, with which this fork began, does not count", mend="run `milesbatch audit` on the run"
+        )
     if start:
         manifest = read_checkpoint(layout, start)
-        if manifest.world_size != world_size:
+        if manifest.world_size != world_size and start != begin:
             raise InputError(f"checkpoint {start} was written by {manifest.world_size} ranks")
         state = backend.state_dict()
-        load(state, layout.checkpoint_shards(start, manifest.incarnation))
+        saved = {key: value for key, value in state.items() if rank < manifest.world_size or not is_random(key)}
+        load(saved, layout.checkpoint_shards(start, manifest.incarnation))
         backend.load_state_dict(state)
     publisher = Publisher(layout, len(read_incarnations(layout)), keyframe_every=1, before_commit=lambda: None)
-    for record in found.batches[start:step]:
+    for record in found.batches[start - begin : step - begin]:
         figures = _step(run.recipe, layout, backend, record)
         named = backend.named_weights(getattr(torch, run.recipe.weights.dtype))
         if rank == 0:

@@ -27,6 +27,7 @@ from milesbatch.store.durable import AlreadyExistsError, create_exclusively, rem
 from milesbatch.store.fence import Fence
 from milesbatch.store.holds import HoldWatch
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_origin
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.trainer.checkpointing import counting_checkpoints
 from milesbatch.weights.reader import is_retired, keyframe_refs, read_manifest
@@ -85,7 +86,8 @@ class Retiring:
     def _look(self, newest: int) -> set[int]:
         """Versions that are retired; at the first call, what a killed process left of the newest one is deleted."""
         if self._retired is None:
-            self._retired = {version for version in range(newest + 1) if is_retired(self._layout, version)}
+            first = read_origin(self._layout).first_version  # a fork has none before
+            self._retired = {v for v in range(newest + 1) if v < first or is_retired(self._layout, v)}
             if self._retired and (left := self._payload(max(self._retired))):
                 directory = self._layout.weights_version(max(self._retired))
                 self._fence.check()
