@@ -1,14 +1,12 @@
 """The trainer's loop: resume, replay, then step after step.
 
     load checkpoint c ──> replay c+1..k with the recorded batches ──> for step k+1 ...:
-        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> gather the weights
-        beside step k+2 and what comes before it: encode, write and commit version k+1
+        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> rank 0: publish weights
         every N steps, and on a stop signal: checkpoint in the background
 
 The order of effects that recovery relies on (docs/protocol.md, rule 4): the batch record of step k is committed before step
-k computes; version k is published after it, and before version k+1 is begun; checkpoint k is committed after version k. So a
-crash at any instant leaves at most the newest two records without their versions (replayed, then published), versions without
-a checkpoint (replayed, digests compared), or both. Replays, and runs without staleness, publish before they go on.
+k computes; version k is published after it; checkpoint k is committed after version k. So a crash at any instant leaves one
+of: record without version (replayed, then published), version without checkpoint (replayed, digests compared), or both.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
@@ -42,12 +40,10 @@ from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.broadcasting import Broadcasting
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
-from milesbatch.trainer.overlap import Overlap
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
 from milesbatch.trainer.restoring import restore_groups
 from milesbatch.trainer.retiring import Retiring
-from milesbatch.weights.team import Team
 from milesbatch.wire import messages as wire
 from milesbatch.wire.client import Controller, Pulse
 
@@ -63,13 +59,6 @@ class Resume:
     divergences: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mend:
-    """Rank 0 asks all ranks to make these policy versions reachable, before it says what they wait for."""
-
-    versions: tuple[int, ...]
-
-
 class TrainerLoop:
     """One rank of the trainer."""
 
@@ -81,10 +70,7 @@ class TrainerLoop:
         controller: Controller,
         pulse: Pulse,
         events: EventLog,
-        team: Team,
-        overlap: Overlap,
     ) -> None:
-        """``team``: what the ranks' publishers talk through; ``overlap``: where they run beside the training."""
         self._context = context
         self._layout = run.layout
         self._recipe = run.recipe
@@ -102,8 +88,8 @@ class TrainerLoop:
         if self._is_first and run.recipe.weights.transport != "delta":
             broadcasting = Broadcasting(context, run.recipe, controller, pulse, events)
         self._publishing = Publishing(
-            run.layout, run.recipe, self.fence, backend, team, context.count, overlap, self._patience, self._sight,
-            self._tell_unusual, broadcasting,
+            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight, self._tell_unusual,
+            broadcasting,
         )  # fmt: skip
         self._retiring = Retiring(run.layout, run.recipe, self.fence)
         self._checkpointed = -1
@@ -217,13 +203,12 @@ class TrainerLoop:
                 self._tell_recorded(record)
         else:
             self._pulse.state = "waiting"
-        return self._received(record)
+        return _agree(record)
 
     def _make_record(self, step: int) -> BatchRecord | None:
         """Rank 0: wait for finished groups, decide their fates, and commit the record."""
+        self._pulse.state = "waiting"
         while True:
-            # A version that is on its way is work: should it hang, that is found.
-            self._pulse.state = "waiting" if self._publishing.is_idle else "training"
             answer = self._controller.batch(step)
             if answer.stop:
                 return None
@@ -251,16 +236,9 @@ class TrainerLoop:
             return
         versions = unreachable if self._recipe.determinism == "bitwise" else (self._publishing.version,)
         self._events.write("weights_mended", versions=list(versions))
-        _agree(_Mend(versions))
         self._publishing.mend(versions)
         for version in versions:
             self._controller.tell("published", wire.Published(version=version))
-
-    def _received(self, value: T) -> T:
-        """Rank 0's value, on all ranks, which until it comes do their part in what rank 0 mends."""
-        while isinstance(found := _agree(value), _Mend):
-            self._publishing.mend(found.versions)
-        return found
 
     def _train(self, record: BatchRecord, checkpointer: Checkpointer, *, is_replay: bool, began_s: float) -> None:
         point("trainer.recorded")
@@ -275,27 +253,21 @@ class TrainerLoop:
         trained_s = time.monotonic()
         self._pulse.moved()
         point("trainer.trained")
-        figures = {
-            **data.metrics,
-            **{name: value for name, value in asdict(metrics).items() if value is not None},
-            "wait_s": waited_s,
-            "train_s": trained_s - began_s - waited_s,
-        }
-
-        def then(published: dict[str, float]) -> None:
-            self._pulse.policy_version = record.step
-            point("trainer.published")
-            if self._is_first:
-                self._tell_published()
-                self._tell_step(record.step, is_replay, {**figures, **published})
-            self._pulse.moved()
-
-        # Replays are compared one by one; without staleness the next step's groups are made by this very version.
-        waits = is_replay or self._recipe.rollout.staleness == 0
         moved = metrics.grad_norm > 0 and metrics.learning_rate > 0
-        self._publishing.begin(record.step, moved=moved, then=then, waits=waits)
-        if waits:
-            self._publishing.finish()
+        published = self._publishing.publish(record.step, moved=moved)
+        self._pulse.policy_version = record.step
+        point("trainer.published")
+        if self._is_first:
+            self._tell_published()
+            figures = {
+                **data.metrics,
+                **{name: value for name, value in asdict(metrics).items() if value is not None},
+                "wait_s": waited_s,
+                "train_s": trained_s - began_s - waited_s,
+                "publish_s": time.monotonic() - trained_s,
+                **published,
+            }
+            self._tell_step(record.step, is_replay, figures)
         self._pulse.moved()
 
     def _whole_groups(self, record: BatchRecord) -> tuple[GroupRef, ...]:
@@ -303,8 +275,8 @@ class TrainerLoop:
         is_bitwise = self._recipe.determinism == "bitwise"
         first = self._is_first
         if first:
-            return self._received(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
-        return self._received(record.trained)
+            return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
+        return _agree(record.trained)
 
     def _regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
         self._events.write("regenerating", groups=list(groups))
@@ -356,7 +328,7 @@ class TrainerLoop:
         """Commit what is being written; False, on all ranks, when the disk was too full for it (the one before stays)."""
         committed, is_full = None, False
         try:
-            committed = checkpointer.finish(self._settled)
+            committed = checkpointer.finish()
         except StorageFullError as error:
             is_full = True
             self._tell_full(error.what)
@@ -386,18 +358,13 @@ class TrainerLoop:
         fates = {str(g): str(fate) for g, fate in sorted(self._fates.fates.items()) if fate.step > since}
         return CheckpointFacts(
             step=step,
-            weights_digest="",  # known when the version is published: see _settled
+            weights_digest=self._publishing.weights_digest,
             stream_position=self._fates.stream_position,
             fates_since=since,
             fates=fates,
             pending=tuple(group for group in pending if self._fates.is_pending(group.group_id)),
             divergences=tuple(self._publishing.divergences),
         )
-
-    def _settled(self, facts: CheckpointFacts) -> CheckpointFacts:
-        """Rank 0, just before the commit: what is known only once the version of that step is published."""
-        digest = self._publishing.digest_of(facts.step)
-        return replace(facts, weights_digest=digest, divergences=tuple(self._publishing.divergences))
 
     @property
     def patience(self) -> Patience:
