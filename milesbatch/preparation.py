@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from milesbatch.environments.prompts import Prompt
 
 _MARK = "fingerprints "
+_LOOK_S = 60.0
 
 
 def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[str] = ()) -> dict[str, str]:
@@ -77,6 +78,7 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     from milesbatch.models.load import context_length, load_tokenizer
     from milesbatch.models.prepare import prepare_model
 
+    check_servers_environment(recipe)
     prompts = open_prompts(recipe)
     held_out = _held_out(recipe)
     reward = reward_fingerprint(recipe.environment.reward)
@@ -99,6 +101,28 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
         response = recipe.evaluation.max_new_tokens or longest_response
         check_room(held_out.prompts, response, "evaluation.max_new_tokens")
     return {**model_fingerprints(recipe, layout.model), "data": prompts.fingerprint(), "reward": reward}
+
+
+def check_servers_environment(recipe: Recipe) -> None:
+    """With SGLang as the engine: is it there? Before anything is made; servers that run elsewhere are not asked.
+
+    Raises:
+        InputError: it is not.
+    """
+    section = recipe.rollout.sglang
+    if recipe.rollout.engine != "sglang" or section.urls:
+        return
+    question = "import importlib.metadata as m; print(m.version('sglang'))"
+    mend = (
+        "name the Python of an environment in which SGLang is installed (rollout.sglang.python); `make sglang-cpu` makes one"
+        " for machines without a GPU"
+    )
+    try:
+        answer = subprocess.run([section.python, "-c", question], capture_output=True, text=True, timeout=_LOOK_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"rollout.sglang.python: {section.python} cannot be run: {error}", mend=mend) from error
+    if answer.returncode:
+        raise InputError(f"rollout.sglang.python: there is no SGLang beside {section.python}", mend=mend)
 
 
 def _held_out(recipe: Recipe) -> HeldOut | None:

@@ -26,6 +26,7 @@ MAY_CHANGE: Final = (
     "evaluation",
     "evaluation.",
     "rollout.workers",
+    "rollout.sglang.",
     "rollout.lease_s",
     "weights.retire",
     "weights.transport",

@@ -24,6 +24,7 @@ from milesbatch.recipe.inputs import (
     WarmStart,
     checked_temperature,
 )
+from milesbatch.recipe.sglang import SGLang
 from milesbatch.recipe.slurm import Slurm
 
 # -- rollout --------------------------------------------------------------------------------------------------------
@@ -84,9 +85,12 @@ class Rollout(Section):
         description="Rollout workers, each a process with its own engine. Too few leave the trainer waiting, more than"
         " there are cores or GPUs slow each other down.",
     )
-    engine: Literal["embedded"] = Field(
-        "embedded", description="What generates tokens: `embedded` runs the model with torch in the worker itself."
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded",
+        description="What generates tokens: `embedded` runs the model with torch in the worker itself, `sglang` in SGLang"
+        " servers that the worker starts or attaches to (`determinism: relaxed` only).",
     )
+    sglang: SGLang = Field(SGLang(), description="The servers, with `engine: sglang`.")
     samples_per_group: int = Field(
         8,
         ge=2,
@@ -343,6 +347,8 @@ class Recipe(Section):
                 raise ValueError(
                     f"{role} ({processes}) must be a multiple of slurm.{role.split('.')[0]}.nodes ({nodes})"
                 )
+        if self.rollout.engine == "sglang":
+            self._check_servers()
         if isinstance(self.model, MadeModel):
             if self.model.hidden_size % self.model.heads:
                 raise ValueError(f"model.heads ({self.model.heads}) must divide model.hidden_size")
@@ -351,6 +357,16 @@ class Recipe(Section):
         if self.trainer.ranks > self.trainer.groups_per_step * self.rollout.samples_per_group:
             raise ValueError(f"trainer.ranks ({self.trainer.ranks}) is more than the samples of a step")
         return self
+
+    def _check_servers(self) -> None:
+        if self.determinism == "bitwise":
+            raise ValueError(
+                "rollout.engine: sglang cannot hold determinism: bitwise (what a server draws depends on what else it is"
+                " asked); allowed: determinism: relaxed, or rollout.engine: embedded"
+            )
+        urls, workers = len(self.rollout.sglang.urls), self.rollout.workers
+        if urls and urls < workers:
+            raise ValueError(f"rollout.sglang.urls has {urls} servers for {workers} workers; each needs one of its own")
 
 
 __all__ = [
@@ -368,6 +384,7 @@ __all__ = [
     "ReasoningGymData",
     "Recipe",
     "Rollout",
+    "SGLang",
     "Sampling",
     "Section",
     "Slurm",

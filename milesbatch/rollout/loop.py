@@ -28,6 +28,7 @@ from milesbatch.faults.points import point
 from milesbatch.rollout.episodes import Episode, EpisodeRunner, Recorder
 from milesbatch.rollout.open_lease import OpenLease, submit
 from milesbatch.rollout.reaching import reach_of
+from milesbatch.rollout.staged import StagedFollower
 from milesbatch.rollout.unfinished import UnfinishedEpisodes
 from milesbatch.store.durable import move_to_quarantine
 from milesbatch.store.events import EventLog
@@ -58,7 +59,7 @@ class WorkerLoop:
         run: OpenRun,
         engine: RolloutEngine,
         runner: EpisodeRunner,
-        follower: Follower,
+        follower: Follower | StagedFollower,
         controller: Controller,
         pulse: Pulse,
         events: EventLog,

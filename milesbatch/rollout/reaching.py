@@ -1,24 +1,29 @@
 """Reaching a policy version: when every way to it is damaged, say so and wait until the trainer has published it again.
 
-Owns the patience of a worker with damaged weights; never uses a version that is unproven (:mod:`milesbatch.weights.follower`).
-Invariant: a worker goes on with exactly the version that it was told to use (or, without bitwise mode, a newer one), or
-not at all. The page behind it is ``docs/protocol.md``, "damage while the run is live".
+Owns the patience of a worker with damaged weights; never uses a version that is unproven
+(:mod:`milesbatch.weights.follower`). Invariant: a worker goes on with exactly the version that it was told to use (or,
+without bitwise mode, a newer one), or not at all. The page behind it is ``docs/protocol.md``, "damage while the run is
+live".
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.errors import CorruptArtefactError, RunFailedError, StoppedToContinue
 from milesbatch.recipe.models import Recipe
 from milesbatch.rollout.receiving import Receiver
+from milesbatch.rollout.staged import StagedFollower
 from milesbatch.store.events import EventLog
 from milesbatch.store.run import OpenRun
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import Seals, read_incarnations
-from milesbatch.weights.follower import Follower, VerifiedWeights
+from milesbatch.weights.follower import Follower
 from milesbatch.weights.rebuild import Copy
+from milesbatch.weights.staging import Staging
 from milesbatch.wire.client import Controller, Pulse
 
 _TRIES = 5
@@ -36,13 +41,28 @@ def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None]) -
     return Follower(run.layout, accept=Seals(incarnations).accept_weights, sight=sight)
 
 
+def open_staged_follower(
+    run: OpenRun, incarnation: int, tell: Callable[[str], None], directory: Path
+) -> StagedFollower:
+    """As :func:`open_follower`, with the copy in ``directory`` on this host instead of in memory.
+
+    Raises:
+        CorruptArtefactError: as there.
+        StorageError: the directory cannot be used.
+    """
+    sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, tell)
+    incarnations = sight.until_seen(lambda: read_incarnations(run.layout, at_least=incarnation))
+    accept = Seals(incarnations).accept_weights
+    return StagedFollower(Staging(directory, run.layout, accept=accept), run.layout, accept, sight)
+
+
 def reach_of(
-    recipe: Recipe, follower: Follower, controller: Controller, pulse: Pulse, events: EventLog
+    recipe: Recipe, follower: Follower | StagedFollower, controller: Controller, pulse: Pulse, events: EventLog
 ) -> WeightsReach:
     """The way that the recipe asks for; with broadcasts the worker is ready for them from now on."""
     is_bitwise, transport = recipe.determinism == "bitwise", recipe.weights.transport
     receiver = None
-    if transport != "delta":
+    if transport != "delta" and isinstance(follower, Follower):
         in_use = recipe.rollout.staleness + 1 if is_bitwise else 1
         receiver = Receiver(follower.layout, follower.published_manifest, controller, pulse, events, in_use)
         receiver.start()
@@ -62,7 +82,7 @@ class WeightsReach:
 
     def __init__(
         self,
-        follower: Follower,
+        follower: Follower | StagedFollower,
         controller: Controller,
         pulse: Pulse,
         events: EventLog,
@@ -71,7 +91,8 @@ class WeightsReach:
         receiver: Receiver | None = None,
         compares: bool = False,
     ) -> None:
-        """With a ``receiver`` versions come by broadcast where they can; ``compares``: each is also built from its files."""
+        """With a ``receiver`` versions come by broadcast where they can; ``compares``: each is also built from its
+        files."""
         self._receiver = receiver
         self._compares = compares
         self.source = "files"
@@ -86,7 +107,7 @@ class WeightsReach:
         """As :meth:`milesbatch.weights.follower.Follower.published_digest`."""
         return self._follower.published_digest(version)
 
-    def reach(self, version: int) -> VerifiedWeights:
+    def reach(self, version: int) -> PolicyWeights:
         """Proven weights of ``version``, or of a newer one without bitwise mode.
 
         Raises:
@@ -109,10 +130,10 @@ class WeightsReach:
         """Would :meth:`reach` give ``version`` without waiting for a broadcast?"""
         return self._receiver is None or not self._receiver.is_coming(version)
 
-    def _advance_to(self, version: int) -> VerifiedWeights:
+    def _advance_to(self, version: int) -> PolicyWeights:
         copy = None if self._receiver is None else self._receiver.take(version)
         self.source = "files" if copy is None else "broadcast"
-        if copy is None:
+        if copy is None or isinstance(self._follower, StagedFollower):
             return self._follower.advance_to(version)
         if self._compares:
             _compare(copy, self._follower.advance_to(version).copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.store.events import EventLog
@@ -11,6 +12,12 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
 from milesbatch.store.sight import first_sight
 from milesbatch.wire.client import Controller, Pulse
+
+if TYPE_CHECKING:
+    from milesbatch.engines.protocol import RolloutEngine
+    from milesbatch.rollout.servers import Servers
+    from milesbatch.rollout.staged import StagedFollower
+    from milesbatch.weights.follower import Follower
 
 
 def main(context: RoleContext) -> None:
@@ -31,21 +38,37 @@ def main(context: RoleContext) -> None:
     run = open_run(layout, context.incarnation, first_sight(layout.root))
     recipe = run.recipe
     tokenizer = load_tokenizer(layout.model)
-    engine = open_engine(layout.model, recipe, tokenizer)
-    recorder = Recorder(context.name, context.incarnation)
-    runner = EpisodeRunner(recipe, open_prompts(recipe), tokenizer, stop_token_ids(layout.model), recorder)
     events = EventLog(layout, context.name, context.incarnation)
-    events.write("ready", seconds=round(time.monotonic() - began_s, 2))
-    metadata = FileMetadata.of_run(run.record)
 
     def tell(text: str) -> None:
         pulse.moved()  # no heartbeat may take the wait for a hang
         print(text, file=sys.stderr, flush=True)
 
-    follower = open_follower(run, context.incarnation, tell)
+    def tell_of_servers(text: str) -> None:
+        tell(text)
+        events.write("engine_server", text=text)
+
+    engine: RolloutEngine
+    follower: Follower | StagedFollower
+    servers: Servers | None = None
+    if recipe.rollout.engine == "sglang":
+        from milesbatch.rollout.servers import open_servers
+
+        servers = open_servers(run, context, tokenizer, tell_of_servers, pulse.moved)
+        engine, follower = servers.engine, servers.follower
+    else:
+        engine = open_engine(layout.model, recipe, tokenizer)
+        follower = open_follower(run, context.incarnation, tell)
+    recorder = Recorder(context.name, context.incarnation)
+    runner = EpisodeRunner(recipe, open_prompts(recipe), tokenizer, stop_token_ids(layout.model), recorder)
+    events.write("ready", seconds=round(time.monotonic() - began_s, 2))
+    metadata = FileMetadata.of_run(run.record)
+
     loop = WorkerLoop(context, run, engine, runner, follower, Controller(context), pulse, events, metadata)
     try:
         loop.run()
     finally:
         engine.close()
+        if servers is not None:
+            servers.close()
         events.close()

@@ -2,8 +2,8 @@
 
     python tools/sglang_cpu/install.py DIRECTORY
 
-A virtual environment of its own: its packages do not go together with those of milesbatch. Called again, it installs what is
-missing. Ends with status 1 and the reason when the environment cannot serve.
+A virtual environment of its own: its packages do not go together with those of milesbatch. Called again, it installs
+what is missing. Ends with status 1 and the reason when the environment cannot serve.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ print(f"SGLang {sglang.version.__version__} with torch {torch.__version__}")
 
 
 def main(directory: Path) -> int:
-    if sys.version_info < (3, 11):
-        return failed(
-            f"Python {sys.version.split()[0]} is too old; 3.11 or newer is needed (make sglang-cpu PYTHON=...)"
-        )
     if not (directory / "bin" / "python").exists():
         venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"
@@ -45,8 +41,8 @@ def main(directory: Path) -> int:
     if check.returncode != 0:
         reason = check.stderr.strip().splitlines()[-1] if check.stderr.strip() else "no reason given"
         return failed(
-            f"SGLang cannot be imported in {directory}: {reason}. If it speaks of CUDA: configure pip for CPU builds of torch, or"
-            " set TORCH, remove the directory, and try again"
+            f"SGLang cannot be imported in {directory}: {reason}. If it speaks of CUDA: configure pip for CPU builds of"
+            " torch, or set TORCH, remove the directory, and try again"
         )
     print(check.stdout.strip())
     return 0

@@ -65,6 +65,9 @@ class SGLangEngine:
         """Request id at a server -> that server."""
         self._versions: set[int] = set()
         self._version = -1
+        self._activations = 0
+        """Names the cache that new requests share: a prefix that older weights computed is not theirs, even when a version
+        comes back."""
         self._tokens = 0
         self._cached = self._prompted = 0
         self._is_closing = False
@@ -74,6 +77,14 @@ class SGLangEngine:
         self._fleet = self._call(_made(places, way, prover, options))
 
     # -- what a worker calls ------------------------------------------------------------------------------------------
+
+    def await_server(self) -> None:
+        """Until one of the servers is up; needs no weights.
+
+        Raises:
+            EngineError, InputError: none will come; says why.
+        """
+        self._call(self._fleet.await_one())
 
     def activate(self, weights: PolicyWeights) -> float:
         """As ``RolloutEngine.activate``; servers that do not take the weights are started again, and catch up later.
@@ -86,6 +97,7 @@ class SGLangEngine:
         self._versions.add(weights.version)
         paused_s = self._call(self._fleet.activate(weights))
         self._version = weights.version
+        self._activations += 1
         return paused_s
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
@@ -123,9 +135,9 @@ class SGLangEngine:
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens of answers since the start, and 1 for each sign of life of a server: a long answer comes as a
-        whole."""
-        return self._tokens + self._fleet.signs
+        """Tokens of answers since the start. An answer comes as a whole: see ``FleetOptions.sign`` for life
+        meanwhile."""
+        return self._tokens
 
     @property
     def cached_share(self) -> float:
@@ -211,7 +223,7 @@ class SGLangEngine:
         # Servers abort by the beginning of an id: none may begin another.
         rid = f"{self._nonce}.{number:09d}.{len(response.tokens):07d}.{secrets.token_hex(2)}"
         seed = response.request.seed if server.info.get("enable_deterministic_inference") else None
-        body = response.body(rid, str(self._version), seed)
+        body = response.body(rid, f"{self._nonce}.{self._activations}", seed)
         server.in_flight += 1
         self._in_flight[rid] = client
         try:

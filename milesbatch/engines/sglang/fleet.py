@@ -42,6 +42,9 @@ class FleetOptions:
     request_timeout_s: float
     tell: Callable[[str], None]
     """Hears what happens to servers, in words."""
+    sign: Callable[[], None] = lambda: None
+    """Called at signs of life: a start that gets on, a token that was generated when asked for. A long answer comes as
+    a whole, and until then nothing else shows that it is being made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,17 +82,25 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: EngineError | InputError | StorageError | None = None
         """Why no server will come any more."""
-        self.signs = 0
-        """Counts signs of life: a start that goes on, a token that was generated when asked for."""
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
+
+    async def await_one(self) -> None:
+        """Until a server is there.
+
+        Raises:
+            EngineError: none will come any more; says why.
+        """
+        while not any(server.state in ("ready", "serving") for server in self.servers):
+            self._check()
+            await self._await_change()
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(self._let_go(server) for server in self.servers))
+        await asyncio.gather(*(self._let_go(server, is_over=True) for server in self.servers))
 
     # -- for requests -------------------------------------------------------------------------------------------------
 
@@ -196,7 +207,7 @@ class Fleet:
         """
         server.state, server.trouble = "starting", None
         began_s = time.monotonic()
-        server.client = await server.place.open(self._options.start_timeout_s, self._sign)
+        server.client = await server.place.open(self._options.start_timeout_s, self._options.sign)
         server.info = await server.client.get("server_info", self._options.health_timeout_s)
         self._options.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
         async with self._turn:
@@ -226,7 +237,7 @@ class Fleet:
                 if asking is not None and asking.done():
                     if asking.result():
                         good_s = now_s
-                        self._sign()
+                        self._options.sign()
                     asking = None
                 if asking is None and now_s - asked_s >= period_s and not server.is_changing:
                     asked_s = now_s
@@ -240,21 +251,18 @@ class Fleet:
             if asking is not None:
                 asking.cancel()
 
-    async def _let_go(self, server: Server) -> None:
+    async def _let_go(self, server: Server, *, is_over: bool = False) -> None:
         """End its processes; answers of it that are still to come are worth nothing."""
         server.state, server.version = "lost", -1
         server.epoch += 1
         client, server.client = server.client, None
         self._tell_change()
-        await asyncio.to_thread(server.place.leave)
+        await asyncio.to_thread(server.place.leave, is_over=is_over)
         if client is not None:
             self._way.forget(client)
             await client.close()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
-
-    def _sign(self) -> None:
-        self.signs += 1
 
     def _check(self) -> None:
         if self.failure is not None:

@@ -26,21 +26,26 @@ _LOOK_S = 0.2
 _GRACE_S = 10.0
 """For which a server that is told to end in peace may go on."""
 _KILL_S = 30.0
-END = b"e"
+_TRACKER_S = 1.0
+END, OVER = b"e", b"o"
+"""What the worker may say: end the server in peace; end it, and nobody needs its directory any more."""
 
 
 def main(rubbish: str, command: list[str]) -> int:
     """Run ``command`` until it ends, or stdin closes, or the byte ``e`` comes (end in peace); then remove
     ``rubbish``."""
+    worker = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a whole step may be told to end: the worker decides when
     server = _start(command, libc)
+    is_over = False
     try:
-        return _watch(server)
+        code, is_over = _watch(server)
+        return code
     finally:
         _kill_descendants()
-        if rubbish:
+        if rubbish and (is_over or os.getppid() != worker):  # else a worker that lives may still need it
             shutil.rmtree(rubbish, ignore_errors=True)
 
 
@@ -62,21 +67,22 @@ def _start(command: list[str], libc: ctypes.CDLL) -> int:
     os._exit(127)
 
 
-def _watch(server: int) -> int:
-    """Returns the server's exit status (128 and the signal's number when one ended it), or 0 when it was ended from
-    here."""
+def _watch(server: int) -> tuple[int, bool]:
+    """The server's exit status (128 and the signal's number when one ended it), or 0 when it is to be ended from here;
+    and whether the worker has said that all is over."""
     killed_at_s = float("inf")
     while True:
         status = _reap(server)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
+            return (128 - code if code < 0 else code), False
         if time.monotonic() > killed_at_s:
-            return 0
+            return 0, False
         if not select.select([0], [], [], _LOOK_S)[0]:
             continue
-        if os.read(0, 1) != END:
-            return 0  # the worker is gone
+        word = os.read(0, 1)
+        if word != END:  # nothing is said any more: the worker is gone
+            return 0, word == OVER
         os.kill(server, signal.SIGTERM)
         killed_at_s = time.monotonic() + _GRACE_S
 
@@ -96,19 +102,47 @@ def _reap(server: int) -> int | None:
 
 def _kill_descendants() -> None:
     """All of them are children of this process in the end; nobody is left when this returns, unless the kernel holds
-    it."""
-    deadline_s = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline_s:
+    it.
+
+    Python's resource trackers end by themselves when those that they serve are gone, and take shared memory away with
+    them; they get a moment for that.
+    """
+    shared = _shared_memory()
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + _KILL_S:
         found = _descendants()
         for pid in found:
+            if time.monotonic() < began_s + _TRACKER_S and _is_tracker(pid):
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not found:
-            return
+            break
         time.sleep(0.05)
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory() -> set[Path]:
+    """Files that SGLang's processes share and that nobody removes after SIGKILL."""
+    found = set()
+    for pid in _descendants():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith(("/dev/shm/sglang_", "/dev/shm/sgl_")):
+                    found.add(Path(path))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _descendants() -> list[int]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.cluster.context import child_environment
-from milesbatch.engines.sglang.guard import END
+from milesbatch.engines.sglang.guard import END, OVER
 from milesbatch.errors import EngineError, InputError
 from milesbatch.store.durable import storage_error
 
@@ -90,10 +90,12 @@ class ServerProcess:
             self.guard.wait(_END_S)
         self.kill()
 
-    def kill(self) -> None:
-        """End it and everything that it started, at once."""
+    def kill(self, *, is_over: bool = False) -> None:
+        """End it and everything that it started, at once; ``is_over``: its directory goes too."""
         with contextlib.suppress(OSError):
             assert self.guard.stdin is not None
+            if is_over:
+                self.guard.stdin.write(OVER)
             self.guard.stdin.close()
         try:
             self.guard.wait(_KILL_S)

@@ -44,8 +44,7 @@ class Response:
         return self.request.tokens_left - len(self.tokens)
 
     def body(self, rid: str, cache: str, seed: int | None) -> dict[str, Any]:
-        """What a server is asked. ``cache`` names the key-value cache that may be shared: that of one policy
-        version."""
+        """What a server is asked. ``cache`` names the prefix cache that it may share with other requests."""
         sampling = self.request.sampling
         parameters: dict[str, Any] = {
             "max_new_tokens": self.left,

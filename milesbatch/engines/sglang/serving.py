@@ -52,8 +52,8 @@ class ServerPlace(Protocol):
         EngineError: its process has ended.
         """
 
-    def leave(self) -> None:
-        """Let go of it; nothing that was started is left. Blocks."""
+    def leave(self, *, is_over: bool = False) -> None:
+        """Let go of it; nothing that was started is left. ``is_over``: for good. Blocks."""
 
 
 @dataclass(slots=True)
@@ -136,10 +136,10 @@ class StartedServer:
         if process is not None and (code := process.exit_code()) is not None:
             raise server_gone(self.name, code, self.log, process.said())
 
-    def leave(self) -> None:
+    def leave(self, *, is_over: bool = False) -> None:
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
+            process.kill(is_over=is_over)
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class AttachedServer:
     def check(self) -> None:
         """Nobody here knows its process."""
 
-    def leave(self) -> None:
+    def leave(self, *, is_over: bool = False) -> None:
         """It stays."""
 
 

@@ -180,7 +180,7 @@ def replayed_logprobs(models: Mapping[int, Any], asked: GenerationRequest, done:
         drawn = max(place - start, 0)
         version = next(span.version for span in reversed(done.versions) if span.start <= drawn)
         with torch.no_grad():
-            logits = models[version](ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = models[version](ids[:, place : place + 1], cache=cache, use_cache=True).logits[0, -1]
         if place >= start:
             found.append(float(torch.log_softmax(logits.float(), dim=-1)[ids[0, place + 1]]))
     return found

@@ -1,7 +1,8 @@
-"""What SGLang needs in order to start beside a torch without CUDA. Imported by every process of its environment (the .pth file).
+"""What SGLang needs in order to start beside a torch without CUDA. Imported by every process of its environment (the
+.pth file).
 
-torchvision's wheels are built for CUDA: their library does not load here, and the import then fails because the operators that it
-would have brought have no schema. Declaring the two that are looked up is enough; nobody calls them.
+torchvision's wheels are built for CUDA: their library does not load here, and the import then fails because the
+operators that it would have brought have no schema. Declaring the two that are looked up is enough; nobody calls them.
 """
 
 import sys
@@ -28,7 +29,8 @@ class DeclareOperators:
 
 
 def register() -> None:
-    """SGLang's plugin hook: host memory for routed experts is plain memory, where SGLang would register it with CUDA."""
+    """SGLang's plugin hook: host memory for routed experts is plain memory, where SGLang would register it with
+    CUDA."""
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,0 +1,111 @@
+"""The recipe section for SGLang as the rollout engine. Imports without torch.
+
+The page behind it is ``docs/sglang.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from milesbatch.recipe.inputs import Section
+
+
+class SGLang(Section):
+    """The SGLang servers of one rollout worker; used with `rollout.engine: sglang`."""
+
+    python: str = Field(
+        ".venv-sglang/bin/python",
+        min_length=1,
+        description="Python of the environment in which SGLang is installed, which is not that of milesbatch; a relative path"
+        " begins where the command is given. `make sglang-cpu` makes one for machines without a GPU.",
+    )
+    device: Literal["cuda", "cpu"] = Field(
+        "cuda", description="What the servers compute on; `cpu` is for tests and tiny models."
+    )
+    servers: int = Field(
+        1,
+        ge=1,
+        description="Servers of each worker, on its own GPUs: it needs this times `tensor_parallel` of them. Requests with the"
+        " same prompt go to the same server.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="GPUs that one server splits the model over, on one node. Too few and the model does not fit; more than"
+        " needed generate less than as many servers of their own.",
+    )
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Share of a GPU's memory for weights and key-value cache; null leaves it to SGLang. Too large runs out of"
+        " memory while generating.",
+    )
+    max_total_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="Tokens that a server's key-value cache holds; null leaves it to SGLang, which takes all the memory that"
+        " is left. When it is full, requests are put back and computed again.",
+    )
+    pause: Literal["retract", "in_place", "abort"] = Field(
+        "retract",
+        description="What becomes of running samples while weights change: `retract` computes their key-value cache again under"
+        " the new ones, `in_place` keeps what the old ones made and is the fastest, `abort` cuts them and asks again for the"
+        " rest, for servers that know neither.",
+    )
+    memory_dir: str | None = Field(
+        None,
+        description="A directory on each rollout node for a copy of the model in the dtype of the weights: tmpfs or a local"
+        " disk, with room for it. Null takes /dev/shm, or the directory for temporary files.",
+    )
+    start_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds within which a server must generate after its start; it is then started again, twice, and after"
+        " that the worker fails with the server's last words.",
+    )
+    health_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds after which a server that generates nothing, though asked to, is killed and started again. Shorter"
+        " than its longest prefill takes, healthy servers are ended.",
+    )
+    request_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds that one answer, or one change of weights, may take. Shorter than the longest response takes, it"
+        " is asked for again and again, and in the end the worker fails.",
+    )
+    arguments: tuple[str, ...] = Field(
+        (),
+        description="Further flags of `sglang.launch_server`, such as `--attention-backend=fa3`; they win over those that"
+        " follow from the recipe.",
+    )
+    urls: tuple[str, ...] = Field(
+        (),
+        description="Servers that somebody else runs, such as `http://node7:30000`, instead of starting some: they are shared"
+        " out among the workers, at least one each, must see `memory_dir` (or use `weights.transport: broadcast`), and take"
+        " their weights from this run alone.",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+                raise ValueError(f"{url!r} is not the address of a server such as http://node7:30000")
+        if len(set(urls)) < len(urls):
+            raise ValueError("an address is there twice: a server follows one worker")
+        return tuple(url.rstrip("/") for url in urls)
+
+    @model_validator(mode="after")
+    def _says_what_is_known(self) -> Self:
+        words = [word.split("=")[0] for word in self.arguments]
+        taken = sorted({"--host", "--port", "--model-path", "--load-format", "--dtype", "--api-key"} & set(words))
+        if taken:
+            raise ValueError(f"arguments has {taken[0]}, which the worker sets itself")
+        return self
