@@ -29,16 +29,19 @@ OUTCOMES = (
     "recovered",
     "cause",
 )
+LINEAGE = ("run_id", "parent_run_id", "parent_step")
 _NOT_A_CHOICE = frozenset({"name"})
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Values of each key, one for each run in the order given; ``recipe`` holds only keys that differ."""
+    """Values of each key, one for each run in the order given; ``recipe`` holds only keys that differ, ``lineage`` says which
+    run is a fork of which, and is empty when none is."""
 
     runs: tuple[str, ...]
     recipe: dict[str, tuple[Any, ...]]
     outcomes: dict[str, tuple[Any, ...]]
+    lineage: dict[str, tuple[Any, ...]]
 
 
 def compare(entries: Sequence[Entry]) -> Comparison:
@@ -47,4 +50,6 @@ def compare(entries: Sequence[Entry]) -> Comparison:
     recipe = {key: tuple(entry.recipe.get(key) for entry in entries) for key in keys}
     differing = {key: values for key, values in recipe.items() if any(value != values[0] for value in values)}
     outcomes = {key: tuple(getattr(entry, key) for entry in entries) for key in OUTCOMES}
-    return Comparison(tuple(entry.path for entry in entries), differing, outcomes)
+    has_forks = any(entry.parent_run_id is not None for entry in entries)
+    lineage = {key: tuple(getattr(entry, key) for entry in entries) for key in LINEAGE if has_forks}
+    return Comparison(tuple(entry.path for entry in entries), differing, outcomes, lineage)

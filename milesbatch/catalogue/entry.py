@@ -19,7 +19,7 @@ from milesbatch.decisions.going_on import BY_HAND
 from milesbatch.errors import MilesbatchError
 from milesbatch.evaluation.reader import main_curve
 from milesbatch.recipe.dotted import dotted
-from milesbatch.records import IncarnationRecord
+from milesbatch.records import ForkedFrom, IncarnationRecord
 from milesbatch.report.endings import CONTROLLER, Failure, controller_events, failure_of, last_word
 from milesbatch.report.status import is_finished
 from milesbatch.report.summary import first_and_last, first_of_each, trained_in
@@ -58,6 +58,12 @@ class Entry:
     failed_host: str | None = None
     remedy: str | None = None
     created_at: str | None = None
+    parent_run_id: str | None = None
+    """Of a fork: the run that it began with."""
+    parent_path: str | None = None
+    """Where that was, as it was given."""
+    parent_step: int | None = None
+    """And behind which of its steps."""
     last_at: str | None = None
     """Time of the last train step."""
     step: int = 0
@@ -139,6 +145,7 @@ def _read(layout: RunLayout, path: str) -> Entry:
         failed_host=None if failure is None else failure.host,
         remedy=None if failure is None else failure.try_this or None,
         created_at=run.record.created_at,
+        **_parent(run.record.forked_from),
         last_at=max((str(event["at"]) for event in steps.values()), default=None),
         step=max(steps, default=0),
         steps=run.recipe.steps,
@@ -149,6 +156,12 @@ def _read(layout: RunLayout, path: str) -> Entry:
         diagnosis_s=_diagnosis(layout, records),
         recipe=dotted(run.recipe.model_dump(mode="json")),
     )
+
+
+def _parent(fork: ForkedFrom | None) -> dict[str, Any]:
+    if fork is None:
+        return {}
+    return {"parent_run_id": fork.run_id, "parent_path": fork.path, "parent_step": fork.step}
 
 
 def _state(layout: RunLayout, newest: IncarnationRecord, steps: int) -> tuple[str, str | None, Failure | None]:

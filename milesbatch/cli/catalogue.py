@@ -71,7 +71,8 @@ def compare_command(
     table.add_column("", no_wrap=True)
     for run in runs:
         table.add_column(run, overflow="fold")
-    for title, rows in (("recipe", found.recipe), ("outcome", found.outcomes)):
+    lineage = [("lineage", found.lineage)] if found.lineage else []
+    for title, rows in (*lineage, ("recipe", found.recipe), ("outcome", found.outcomes)):
         table.add_row(Text(title, style="bold"))
         for key, values in rows.items():
             table.add_row(f"  {key}", *(Text(_short(value)) for value in values))
@@ -109,6 +110,12 @@ def _show(entries: Sequence[Entry], as_json: bool) -> None:
     for entry in entries:
         if entry.cause:
             console.print(Text(f"{_place(entry)}: {entry.cause}"), soft_wrap=True)
+    for entry in entries:
+        if entry.parent_run_id is not None:
+            words = (
+                f"{_place(entry)}: forked from step {entry.parent_step} of {entry.parent_path} ({entry.parent_run_id})"
+            )
+            console.print(Text(words), soft_wrap=True)
     if any(entry.starts for entry in entries):
         console.print(Text("went on: restarts that came to a new step, of all"))
 

@@ -75,6 +75,7 @@ def _head(body: dict[str, Any]) -> list[Row]:
     version = f"{body['policy_version']}  {body['weights_digest'] or ''}"
     found = [
         ("run", _run(body)),
+        *_parent(body),
         ("state", body["state"] + (f": {body['note']}" if body["note"] else "")),
         *_cause(body),
         ("step", _progress(body)),
@@ -102,6 +103,12 @@ def _head(body: dict[str, Any]) -> list[Row]:
     if body["queue"]:
         found.append(("queue", _queue(body["queue"])))
     return found
+
+
+def _parent(body: dict[str, Any]) -> list[Row]:
+    """Of a fork: where it began."""
+    fork = body["forked_from"]
+    return [("forked from", f"step {fork['step']} of {fork['path']} ({fork['run_id']})")] if fork else []
 
 
 def _checkpoint(body: dict[str, Any]) -> str:

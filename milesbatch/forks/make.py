@@ -120,6 +120,9 @@ def _made_before(asked: Fork) -> ForkedFrom | None:
         RunMismatchError: it is another run. InputError: it is no run.
     """
     target = asked.target
+    for directory in (target.root, asked.parent.root):
+        if directory.exists() and not directory.is_dir():
+            raise InputError(f"{directory} is a file", mend="give run directories with --run-dir and --fork")
     record = read_run_record(target)
     begun = read_fork(target) if record is None else None
     found = record.forked_from if record is not None else begun.forked_from if begun is not None else None

@@ -83,6 +83,7 @@ class StatusReader:
         queued = [job.job_id for job in condition.queue.of_role("run")]
         return condition, {
             "run_id": run.record.run_id if run else None,
+            "forked_from": _parent(run),
             "state": condition.state,
             "step": step,
             "steps": steps,
@@ -206,6 +207,12 @@ def _disk_free(layout: RunLayout) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def _parent(run: OpenRun | None) -> dict[str, Any] | None:
+    """The run, and its step, that a fork began with."""
+    fork = None if run is None else run.record.forked_from
+    return None if fork is None else {"run_id": fork.run_id, "path": fork.path, "step": fork.step}
 
 
 def _restart(record: IncarnationRecord) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from milesbatch.audit.verdict import Verdict
 from milesbatch.errors import MilesbatchError
 from milesbatch.evaluation.reader import Curve
 from milesbatch.records import IncarnationRecord
+from milesbatch.report.lineage import Lineage, read_lineage
 from milesbatch.report.page.changes import MOST_VERSIONS
 from milesbatch.report.page.evaluations import read_curves
 from milesbatch.report.page.experience import Experience, look_at_experience
@@ -24,6 +25,7 @@ from milesbatch.report.page.versions import VersionRow, list_versions
 from milesbatch.report.status import run_status
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_run_record
 from milesbatch.timeline.evidence import Evidence, read_evidence
 from milesbatch.timeline.slices import Story, tell
 from milesbatch.timeline.troubles import Trouble, find_troubles
@@ -52,6 +54,7 @@ class Material:
     recipe: str
     verdict: Verdict | None
     was_audited: bool
+    lineage: Lineage | None = None
     gaps: list[str] = field(default_factory=list)
 
 
@@ -76,6 +79,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
     recipe = _attempt(lambda: read_optional(layout.recipe), None, gaps)
     if recipe is None:
         gaps.append("recipe.yaml is missing")
+    lineage = _attempt(lambda: read_lineage(layout, read_run_record(layout)), None, gaps)
     verdict = None
     if with_audit:
         tell_progress("auditing: every committed byte is read (--no-audit leaves that out)")
@@ -96,6 +100,7 @@ def gather(layout: RunLayout, made_at: str, *, with_audit: bool, tell_progress: 
         recipe=(recipe or b"").decode(errors="replace"),
         verdict=verdict,
         was_audited=with_audit,
+        lineage=lineage,
         gaps=list(dict.fromkeys(gap.replace(f"{layout.root}/", "") for gap in gaps)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from milesbatch.report.lineage import Lineage, parent_in_words
 from milesbatch.report.page.html import Html, joined, tag
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.steps import Steps
@@ -12,6 +13,7 @@ from milesbatch.report.summary import first_and_last
 
 _GOING_ON = ("running", "queued", "draining")
 _MOST_GAPS = 60
+_MOST_CHANGES = 12
 _MOST_FINDINGS = 40
 
 
@@ -24,10 +26,23 @@ def headline(material: Material, steps: Steps) -> Html:
             tag("p", "training run", _class="kicker"),
             tag("h1", material.name, " ", tag("span", state, _class=f"pill {_state_class(state)}")),
             tag("p", _sentence(material, steps, status), _class="lead"),
+            _lineage(material.lineage),
             _going_on(state, material.made_at),
             tag("dl", *_tiles(material, steps, status), _class="tiles"),
         ]
     )
+
+
+def _lineage(found: Lineage | None) -> Html | None:
+    """Of a fork: where it began, and what is different from there on."""
+    if found is None:
+        return None
+    shown = [f"{path}: {old} → {new}" for path, old, new in found.changes[:_MOST_CHANGES]]
+    if len(found.changes) > _MOST_CHANGES:
+        shown.append(f"and {len(found.changes) - _MOST_CHANGES} more")
+    words = f"A fork: it began with {parent_in_words(found.forked_from)}, and its curves begin behind that step. "
+    words += f"Different from its parent: {'; '.join(shown)}." if shown else "Its recipe is that of its parent."
+    return tag("p", words, id="lineage")
 
 
 def _state_class(state: str) -> str:
