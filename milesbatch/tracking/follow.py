@@ -24,6 +24,7 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
 from milesbatch.tracking.evaluations import EvaluationEntry, EvaluationWatch
 from milesbatch.tracking.last_report import attach_report, wants_report
+from milesbatch.tracking.lineage import lineage_of
 from milesbatch.tracking.machine import machine_figures
 
 _POLL_S = 0.5
@@ -71,7 +72,7 @@ def _opener(run: OpenRun, incarnation: int) -> Callable[[], Tracker]:
     if kind == "tensorboard":
         from milesbatch.tracking.tensorboard_tracker import TensorboardTracker
 
-        return lambda: TensorboardTracker(directory / "tensorboard")
+        return lambda: TensorboardTracker(directory / "tensorboard", lineage_of(run.record))
     if kind == "wandb":
         from milesbatch.tracking.wandb_tracker import WandbTracker
 

@@ -1,5 +1,6 @@
 """MLflow: one MLflow run over all incarnations of a run, found again by the tag ``milesbatch.run_id``.
 
+That of a fork says by tags which run and step it began with, and is nested under the parent's where the store has that.
 Source: https://mlflow.org/docs/latest/python_api/mlflow.client.html
 """
 
@@ -19,8 +20,11 @@ from milesbatch.errors import StorageError
 from milesbatch.recipe.dotted import dotted
 from milesbatch.store.run import OpenRun
 from milesbatch.tracking.evaluations import EVALUATED, EvaluationEntry
+from milesbatch.tracking.lineage import PARENT, lineage_of
 
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_NESTED_TAG = "mlflow.parentRunId"
+"""By which MLflow's page shows one run under another."""
 RUN_TAG = "milesbatch.run_id"
 """By which the MLflow run of a run is found again."""
 _STEP_METRIC = "reward_mean"
@@ -52,6 +56,7 @@ class MlflowTracker:
             self._run_id = find_tracked(self._client, [experiment], run.record.run_id) or self._create(experiment, run)
             self._client.set_terminated(self._run_id, "RUNNING")
             self._client.set_tag(self._run_id, "milesbatch.incarnation", str(incarnation))
+            self._nest(run)
 
     def last_step(self) -> int:
         with using_store(self._uri):
@@ -103,8 +108,18 @@ class MlflowTracker:
         artefacts = run.layout.tracking / "artifacts"
         return str(self._client.create_experiment(name, artifact_location=artefacts.resolve().as_uri()))
 
+    def _nest(self, run: OpenRun) -> None:
+        """At each start: the parent may have been tracked in this store only since."""
+        parent = lineage_of(run.record).get(PARENT)
+        if parent is None or _NESTED_TAG in self._client.get_run(self._run_id).data.tags:
+            return
+        experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
+        if (found := find_tracked(self._client, experiments, parent)) is not None:
+            self._client.set_tag(self._run_id, _NESTED_TAG, found)
+
     def _create(self, experiment: str, run: OpenRun) -> str:
-        created = self._client.create_run(experiment, tags={RUN_TAG: run.record.run_id}, run_name=run.record.name)
+        tags = {RUN_TAG: run.record.run_id, **lineage_of(run.record)}
+        created = self._client.create_run(experiment, tags=tags, run_name=run.record.name)
         run_id = str(created.info.run_id)
         for name, value in dotted(run.recipe.model_dump(mode="json")).items():
             self._client.log_param(run_id, name, str(value)[:500])

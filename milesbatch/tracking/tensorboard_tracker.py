@@ -5,6 +5,7 @@ Source: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,13 +16,16 @@ from milesbatch.store.durable import make_directory
 from milesbatch.tracking.evaluations import EVALUATED, EvaluationEntry
 
 _STEP_METRIC = "reward_mean"
+_LINEAGE = "milesbatch/forked from"
 
 
 class TensorboardTracker:
     """Writes scalars with the package ``tensorboard`` alone (no TensorFlow, no torch)."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises:
+    def __init__(self, directory: Path, lineage: Mapping[str, str] | None = None) -> None:
+        """``lineage`` is shown as a text (:mod:`milesbatch.tracking.lineage`).
+
+        Raises:
         StorageError: the package is missing, or the directory cannot be written; so do all other methods.
         """
         self._directory = directory
@@ -30,11 +34,33 @@ class TensorboardTracker:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise _unusable(directory, error, "pip install 'milesbatch[tensorboard]', or set tracking.kind") from error
+        has_events = any(directory.glob("events.out.tfevents.*"))
         self._last, self._evaluated = _logged(directory)
         try:
             self._writer: Any = EventFileWriter(str(directory))
         except OSError as error:
             raise _unusable(directory, error) from error
+        if lineage and not has_events:
+            self._write_text(_LINEAGE, "  \n".join(f"{name}: {value}" for name, value in lineage.items()))
+
+    def _write_text(self, name: str, text: str) -> None:
+        """Source: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/plugins/text/metadata.py"""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        value = Summary.Value(
+            tag=name,
+            metadata=create_summary_metadata(name, ""),
+            tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()]),
+        )
+        try:
+            self._writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=[value])))
+            self._writer.flush()
+        except OSError as error:
+            raise _unusable(self._directory, error) from error
 
     def last_step(self) -> int:
         return self._last

@@ -17,10 +17,11 @@ from typing import Any
 from milesbatch.cluster.context import wandb_mode
 from milesbatch.errors import StorageError
 from milesbatch.recipe.dotted import dotted
-from milesbatch.records import digest_bytes
+from milesbatch.records import RunRecord, digest_bytes
 from milesbatch.store.durable import make_directory, read_optional, replace_hint
 from milesbatch.store.run import OpenRun
 from milesbatch.tracking.evaluations import EvaluationEntry
+from milesbatch.tracking.lineage import PARENT, lineage_of
 
 _VERSION = "eval/version"
 _LATE = 20
@@ -47,11 +48,11 @@ class WandbTracker:
             self._run: Any = wandb.init(
                 project=run.recipe.tracking.experiment,
                 name=run.record.name,
-                id=digest_bytes(run.record.run_id.encode()).removeprefix("xxh128:")[:16],
+                id=_wandb_id(run.record.run_id),
                 resume="allow",
                 mode=mode,
                 dir=str(directory),
-                config=dotted(run.recipe.model_dump(mode="json")),
+                config={**dotted(run.recipe.model_dump(mode="json")), **_lineage(run.record)},
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
             )
             # An evaluation comes when its version is some steps old: its curves have an axis of their own.
@@ -93,6 +94,16 @@ class WandbTracker:
         if entry is not None:  # after it: killed between, it is logged twice
             done = sorted({*self.evaluated(), entry.version})
             replace_hint(self._evaluations, " ".join(map(str, done)).encode())
+
+
+def _wandb_id(run_id: str) -> str:
+    return digest_bytes(run_id.encode()).removeprefix("xxh128:")[:16]
+
+
+def _lineage(record: RunRecord) -> dict[str, str]:
+    """Of a fork: the parent, and the id of its W&B run, by which it is found in the same project."""
+    told = lineage_of(record)
+    return {**told, "milesbatch.parent_wandb_id": _wandb_id(told[PARENT])} if told else {}
 
 
 def _row(entry: EvaluationEntry) -> dict[str, Any]:
