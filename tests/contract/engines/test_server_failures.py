@@ -1,0 +1,115 @@
+"""What goes wrong between an engine and a real server costs time, and never a token that nobody drew."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_proxy import FaultyProxy
+from real_server import MAX_LENGTH, RealServer, Weights, reference_logprobs, request, results
+
+from milesbatch.errors import EngineError, RunFailedError
+from milesbatch.ids import VersionSpan
+
+EXACT = 1e-5
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def proxy(real: RealServer) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(real.place.url)
+    yield proxy
+    proxy.close()
+
+
+def check_all_right(models: list[Any], real: RealServer, proxy: FaultyProxy, memory: Path, **options: Any) -> None:
+    engine = real.attach(memory, url=proxy.url, **options)
+    engine.activate(Weights(0, models[0]))
+    asked = [request(4, salt=i, seed=i, max_new_tokens=12) for i in range(24)]
+    for wanted, done in zip(asked, results(engine.submit(asked)), strict=True):
+        assert (len(done.tokens), done.finish_reason, done.versions) == (12, "length", (VersionSpan(0, 0),))
+        assert done.logprobs == pytest.approx(reference_logprobs(models[0], wanted, done), abs=EXACT)
+    assert proxy.asked > 24, "nothing was spoiled"
+    engine.close()
+
+
+@pytest.mark.parametrize("fault", ["500", "lost", "cut"])
+def test_some_answers_fail(real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path, fault: str) -> None:
+    chance = random.Random(fault)
+    proxy.spoil = lambda number: fault if number == 3 or chance.random() < 0.25 else "pass"
+    check_all_right(models, real, proxy, tmp_path)
+
+
+def test_some_answers_are_too_slow(real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path) -> None:
+    proxy.spoil = lambda number: "slow:20" if number in (1, 5) else "pass"
+    began_s = time.monotonic()
+    check_all_right(models, real, proxy, tmp_path, request_timeout_s=8.0)
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("500", "answered 500: spoiled on purpose"), ("lost", "cannot be asked"), ("cut", "cannot be asked")],
+)
+def test_when_no_answer_ever_comes_the_request_fails_with_its_reason(
+    real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path, fault: str, why: str
+) -> None:
+    engine = real.attach(tmp_path, url=proxy.url)
+    engine.activate(Weights(0, models[0]))
+    proxy.spoil = lambda number: fault
+    (future,) = engine.submit([request()])
+    with pytest.raises(RunFailedError, match=f"got no answer 6 times, .*{why}"):
+        future.result(timeout=60)
+    assert engine.samples_in_flight == 0
+    proxy.spoil = lambda number: "pass"
+    assert len(results(engine.submit([request()]))[0].tokens) == 12
+    engine.close()
+
+
+def test_a_refusal_is_not_repeated(real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path) -> None:
+    engine = real.attach(tmp_path, url=proxy.url)
+    engine.activate(Weights(0, models[0]))
+    proxy.spoil = lambda number: "400"
+    (future,) = engine.submit([request()])
+    with pytest.raises(RunFailedError, match=r"refused a request .* answered 400: spoiled on purpose"):
+        future.result(timeout=60)
+    assert proxy.asked == 1
+    engine.close()
+
+
+def test_too_long_a_prompt_never_reaches_the_server(
+    real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    engine = real.attach(tmp_path, url=proxy.url)
+    engine.activate(Weights(0, models[0]))
+    with pytest.raises(ValueError, match=f"more than the context of {MAX_LENGTH}"):
+        engine.submit([request(MAX_LENGTH, max_new_tokens=1)])
+    assert proxy.asked == 0
+    engine.close()
+
+
+def test_a_server_that_is_not_there(real: RealServer, models: list[Any], tmp_path: Path) -> None:
+    told: list[str] = []
+    engine = real.attach(tmp_path, url="http://127.0.0.1:9", start_timeout_s=1.0, told=told)
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9 does not generate"):
+        engine.await_server()
+    with pytest.raises(EngineError, match="does not generate"):
+        engine.activate(Weights(0, models[0]))
+    assert len(told) == 3
+    engine.close()
+
+
+def test_a_server_with_another_key_is_not_used(real: RealServer, models: list[Any], tmp_path: Path) -> None:
+    place = real.place
+    key, place.key = place.key, "another"
+    try:
+        engine = real.attach(tmp_path, start_timeout_s=60.0)
+    finally:
+        place.key = key
+    with pytest.raises(EngineError, match="answered 401"):
+        engine.await_server()
+    engine.close()
