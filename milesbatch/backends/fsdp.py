@@ -177,12 +177,22 @@ class FsdpBackend:
         return results
 
     @torch.no_grad()
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in a fixed order (collective); see ``TrainerBackend.named_weights``."""
         for name, parameter in self._parameters.items():
+            if owners is not None and self._ranks > 1:
+                whole = _gathered(parameter, dtype, owners[name], self._rank, self._ranks)
+                if whole is not None:
+                    yield name, whole.to("cpu")
+                continue
             # A copy even when nothing had to be gathered: the caller may keep it while the next step trains.
-            whole = parameter.full_tensor()
-            yield name, whole.detach().to("cpu", dtype, copy=True).contiguous()
+            yield name, parameter.full_tensor().detach().to("cpu", dtype, copy=True).contiguous()
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Elements of each parameter that ``named_weights`` gives; the same on all ranks."""
+        return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     def tied_names(self) -> dict[str, str]:
         """Names left out by ``named_weights`` -> the name that holds the same parameter."""
@@ -220,6 +230,25 @@ class FsdpBackend:
         prefix = f"random/{self._rank}/"
         mine = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         restore_random_state(mine, self._device)
+
+
+def _gathered(parameter: DTensor, dtype: torch.dtype, owner: int, rank: int, ranks: int) -> torch.Tensor | None:
+    """A parameter whole, as ``dtype``, at the rank that owns it (collective); None at the others.
+
+    Shards lie one behind the other along the first dimension, all of the same height but for the last ones: received side by
+    side in one block they are the parameter, and what is beyond its height is cut off. Only a shard is ever held besides.
+    """
+    assert len(parameter.placements) == 1 and parameter.placements[0].is_shard(0), f"sharded {parameter.placements}"
+    local, height = parameter.to_local().detach().to(dtype), -(-parameter.shape[0] // ranks)
+    mine = local.new_zeros((height, *local.shape[1:])) if len(local) < height else local.contiguous()
+    if mine is not local:
+        mine[: len(local)] = local
+    if rank != owner:
+        dist.gather(mine, dst=owner)
+        return None
+    block = local.new_empty((ranks * height, *local.shape[1:]))
+    dist.gather(mine, list(block.chunk(ranks)), dst=owner)
+    return block[: parameter.shape[0]]
 
 
 def _check_model(model: PreTrainedModel) -> None:

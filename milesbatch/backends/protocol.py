@@ -74,12 +74,18 @@ class TrainerBackend(Protocol):
     def logprobs(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         """Logprobs of each sample under the current weights (collective): float32 [T] on the CPU, 0 where masked out."""
 
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in a fixed order (collective; every rank must exhaust it).
 
         Names are those of Hugging Face; tensors are contiguous copies on the CPU in ``dtype``, one alive at a time.
-        Tied parameters appear once (see ``tied_names``).
+        Tied parameters appear once (see ``tied_names``). With ``owners`` (name -> rank) a rank gets only what it owns, and
+        never holds another tensor whole.
         """
+
+    def weight_sizes(self) -> Mapping[str, int]:
+        """Elements of each tensor that ``named_weights`` gives; the same on all ranks."""
 
     def tied_names(self) -> dict[str, str]:
         """Names left out by ``named_weights`` -> the name that holds the same parameter."""

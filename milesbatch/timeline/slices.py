@@ -164,7 +164,7 @@ def _starting(event: Timed, lives: Sequence[Life]) -> float:
 
 
 def _trainer(log: Log, lives: Sequence[Life]) -> list[Slice]:
-    work, saving = _Line(log, "work"), _Line(log, "saving")
+    work, weights, saving = _Line(log, "work"), _Line(log, "weights"), _Line(log, "saving")
     begun: dict[int, float] = {}
     ready_s: float | None = None
     for event in log.events:
@@ -174,7 +174,7 @@ def _trainer(log: Log, lives: Sequence[Life]) -> list[Slice]:
             ready_s = event.at_s
             begun.clear()
         elif event.name == "train_step":
-            _step(work, event, step, ready_s)
+            _step(work, weights, event, step, ready_s)
             ready_s = None
         elif event.name == "checkpoint_started":
             stall_s = duration(event.body.get("stall_s"))
@@ -182,24 +182,28 @@ def _trainer(log: Log, lives: Sequence[Life]) -> list[Slice]:
             begun[step or 0] = event.at_s
         elif event.name == "checkpoint_committed" and step in begun:
             saving.add("saving", begun[step], event.at_s, f"checkpoint {step} written in the background")
-    return work.slices + saving.slices
+    return work.slices + weights.slices + saving.slices
 
 
-def _step(line: _Line, event: Timed, step: int | None, ready_s: float | None) -> None:
+def _step(line: _Line, weights: _Line, event: Timed, step: int | None, ready_s: float | None) -> None:
     """``ready_s`` for the first step after a start: until it began, the state was loaded."""
     figures = event.body.get("metrics")
     figures = figures if isinstance(figures, dict) else {}
     wait_s, train_s, publish_s = (duration(figures.get(name)) for name in ("wait_s", "train_s", "publish_s"))
-    trained_s = event.at_s - publish_s
+    # The event is written when the version is committed: what was done beside the next step is behind the step's own end.
+    end_s = event.at_s - duration(figures.get("publish_overlap_s"))
+    trained_s = end_s - publish_s
     begun_s = trained_s - train_s
     if ready_s is not None:
         line.add("starting", ready_s, begun_s - wait_s, "loaded its state")
     line.add("waiting", begun_s - wait_s, begun_s, f"step {step}: waited for groups")
     if event.body.get("replayed") is True:
-        line.add("replaying", begun_s, event.at_s, f"step {step} computed again")
+        line.add("replaying", begun_s, end_s, f"step {step} computed again")
     else:
         line.add("training", begun_s, trained_s, f"step {step}")
-        line.add("publishing", trained_s, event.at_s, f"policy version {step}", version=step)
+        beside = event.at_s > end_s
+        line.add("publishing", trained_s, end_s, f"policy version {step}", version=None if beside else step)
+        weights.add("publishing", end_s, event.at_s, f"policy version {step}, beside the next step", version=step)
 
 
 def _worker(log: Log, lives: Sequence[Life]) -> list[Slice]:

@@ -119,18 +119,22 @@ class _Writer:
     def flows(self) -> Iterator[Event]:
         """From where a policy version was published to each place where it was activated afterwards."""
         published = {
-            piece.version: (self._pids[piece.process], self._placed[piece][1])
+            piece.version: (
+                self._pids[piece.process],
+                _WEIGHTS if piece.track == "weights" else _WORK,
+                self._placed[piece][1],
+            )
             for piece in self._story.slices
-            if piece.activity == "publishing" and piece in self._placed
+            if piece.activity == "publishing" and piece.version is not None and piece in self._placed
         }
         ids = count(1)
         for piece in self._story.slices:
             if piece.activity != "weights" or piece not in self._placed or piece.version not in published:
                 continue
-            pid, end = published[piece.version]
+            pid, thread, end = published[piece.version]
             if end <= self._placed[piece][1]:
                 flow = {"cat": "weights", "name": f"version {piece.version}", "id": next(ids)}
-                yield {"ph": "s", **flow, "pid": pid, "tid": _WORK, "ts": end - 1}
+                yield {"ph": "s", **flow, "pid": pid, "tid": thread, "ts": end - 1}
                 arrives = max(self._placed[piece][0], end - 1)
                 yield {"ph": "f", "bp": "e", **flow, "pid": self._pids[piece.process], "tid": _WEIGHTS, "ts": arrives}
 

@@ -118,8 +118,10 @@ class Checkpointer:
         """Return when the state may change: at once when none is being copied."""
         self._saver.await_copy()
 
-    def finish(self) -> int | None:
+    def finish(self, settled: Callable[[CheckpointFacts], CheckpointFacts] = lambda facts: facts) -> int | None:
         """All ranks: wait for the running checkpoint and (rank 0) commit it; returns its step, None when none was running.
+
+        ``settled`` completes the facts on rank 0 by what was not known at the start; it raises what ends the trainer.
 
         Raises:
             FencedError: a newer incarnation has taken over; nothing was committed.
@@ -132,7 +134,8 @@ class Checkpointer:
         self._saver.wait()
         point("trainer.checkpoint_written")
         if self._rank == 0:
-            self._patience.until_space(lambda: self._commit(facts))
+            complete = settled(facts)
+            self._patience.until_space(lambda: self._commit(complete))
             self.later(functools.partial(self._retire, facts.step))
         return facts.step
 

@@ -1,21 +1,22 @@
 """The trainer's loop: resume, replay, then step after step.
 
     load checkpoint c ──> replay c+1..k with the recorded batches ──> for step k+1 ...:
-        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> rank 0: publish weights
+        rank 0: ask for finished groups ─> write the batch record (commit) ─> all ranks: train ─> gather the weights
+        beside step k+2 and what comes before it: encode, write and commit version k+1
         every N steps, and on a stop signal: checkpoint in the background
 
 The order of effects that recovery relies on (docs/protocol.md, rule 4): the batch record of step k is committed before step
-k computes; version k is published after it; checkpoint k is committed after version k. So a crash at any instant leaves one
-of: record without version (replayed, then published), version without checkpoint (replayed, digests compared), or both.
+k computes; version k is published after it, and before version k+1 is begun; checkpoint k is committed after version k. So a
+crash at any instant leaves at most the newest two records without their versions (replayed, then published), versions without
+a checkpoint (replayed, digests compared), or both. Replays, and runs without staleness, publish before they go on.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -40,10 +41,13 @@ from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, sift, step_data
 from milesbatch.trainer.broadcasting import Broadcasting
 from milesbatch.trainer.checkpointing import Checkpointer, CheckpointFacts, read_checkpoint
+from milesbatch.trainer.overlap import Overlap
 from milesbatch.trainer.publishing import Publishing
 from milesbatch.trainer.recording import commit_batch_record
 from milesbatch.trainer.restoring import restore_groups
 from milesbatch.trainer.retiring import Retiring
+from milesbatch.trainer.telling import Telling
+from milesbatch.weights.team import Team
 from milesbatch.wire import messages as wire
 from milesbatch.wire.client import Controller, Pulse
 
@@ -59,6 +63,13 @@ class Resume:
     divergences: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Mend:
+    """Rank 0 asks all ranks to make these policy versions reachable, before it says what they wait for."""
+
+    versions: tuple[int, ...]
+
+
 class TrainerLoop:
     """One rank of the trainer."""
 
@@ -70,7 +81,10 @@ class TrainerLoop:
         controller: Controller,
         pulse: Pulse,
         events: EventLog,
+        team: Team,
+        overlap: Overlap,
     ) -> None:
+        """``team``: what the ranks' publishers talk through; ``overlap``: where they run beside the training."""
         self._context = context
         self._layout = run.layout
         self._recipe = run.recipe
@@ -78,18 +92,19 @@ class TrainerLoop:
         self._controller = controller
         self._pulse = pulse
         self._events = events
+        self._telling = Telling(controller, pulse, events)
         self._is_first = context.index == 0
         self.fence = Fence(run.layout, context.incarnation)
         self._origin = origin_of(run.record)
         self._fates = FateTable.beginning_at(self._origin)
-        self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._tell_full)
-        self._sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, self._tell_unseen)
+        self._patience = Patience(run.recipe.slurm.disk_full_wait_s, self._telling.full)
+        self._sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, self._telling.unseen)
         broadcasting = None
         if self._is_first and run.recipe.weights.transport != "delta":
             broadcasting = Broadcasting(context, run.recipe, controller, pulse, events)
         self._publishing = Publishing(
-            run.layout, run.recipe, self.fence, backend, self._is_first, self._patience, self._sight, self._tell_unusual,
-            broadcasting,
+            run.layout, run.recipe, self.fence, backend, team, context.count, overlap, self._patience, self._sight,
+            self._telling.unusual, broadcasting,
         )  # fmt: skip
         self._retiring = Retiring(run.layout, run.recipe, self.fence)
         self._checkpointed = -1
@@ -115,7 +130,7 @@ class TrainerLoop:
         try:
             checkpointer.close()
         except StorageFullError as error:  # what was to be deleted stays; all that must be there is committed
-            self._tell_full(error.what)
+            self._telling.full(error.what)
         if step >= self._recipe.steps and self._is_first:
             self._controller.tell("finished", wire.Finished(step=step))
         _meet()  # a rank that left earlier would look as if it had died
@@ -186,7 +201,8 @@ class TrainerLoop:
                 self._publishing.publish(plan.checkpoint_step, moved=False)
         else:
             self._publishing.publish(0, moved=False)
-        self._tell_published()
+        if self._is_first:
+            self._telling.published(self._publishing.version)
         point("trainer.loaded")
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -200,15 +216,16 @@ class TrainerLoop:
             else:
                 record = self._make_record(step)
             if record is not None:
-                self._tell_recorded(record)
+                self._telling.recorded(record)
         else:
             self._pulse.state = "waiting"
-        return _agree(record)
+        return self._received(record)
 
     def _make_record(self, step: int) -> BatchRecord | None:
         """Rank 0: wait for finished groups, decide their fates, and commit the record."""
-        self._pulse.state = "waiting"
         while True:
+            # A version that is on its way is work: should it hang, that is found.
+            self._pulse.state = "waiting" if self._publishing.is_idle else "training"
             answer = self._controller.batch(step)
             if answer.stop:
                 return None
@@ -236,9 +253,16 @@ class TrainerLoop:
             return
         versions = unreachable if self._recipe.determinism == "bitwise" else (self._publishing.version,)
         self._events.write("weights_mended", versions=list(versions))
+        _agree(_Mend(versions))
         self._publishing.mend(versions)
         for version in versions:
-            self._controller.tell("published", wire.Published(version=version))
+            self._telling.published(version)
+
+    def _received(self, value: T) -> T:
+        """Rank 0's value, on all ranks, which until it comes do their part in what rank 0 mends."""
+        while isinstance(found := _agree(value), _Mend):
+            self._publishing.mend(found.versions)
+        return found
 
     def _train(self, record: BatchRecord, checkpointer: Checkpointer, *, is_replay: bool, began_s: float) -> None:
         point("trainer.recorded")
@@ -253,21 +277,27 @@ class TrainerLoop:
         trained_s = time.monotonic()
         self._pulse.moved()
         point("trainer.trained")
+        figures = {
+            **data.metrics,
+            **{name: value for name, value in asdict(metrics).items() if value is not None},
+            "wait_s": waited_s,
+            "train_s": trained_s - began_s - waited_s,
+        }
+
+        def then(published: dict[str, float]) -> None:
+            self._pulse.policy_version = record.step
+            point("trainer.published")
+            if self._is_first:
+                self._telling.published(record.step)
+                self._telling.step(record.step, is_replay, self._publishing.weights_digest, {**figures, **published})
+            self._pulse.moved()
+
+        # Replays are compared one by one; without staleness the next step's groups are made by this very version.
+        waits = is_replay or self._recipe.rollout.staleness == 0
         moved = metrics.grad_norm > 0 and metrics.learning_rate > 0
-        published = self._publishing.publish(record.step, moved=moved)
-        self._pulse.policy_version = record.step
-        point("trainer.published")
-        if self._is_first:
-            self._tell_published()
-            figures = {
-                **data.metrics,
-                **{name: value for name, value in asdict(metrics).items() if value is not None},
-                "wait_s": waited_s,
-                "train_s": trained_s - began_s - waited_s,
-                "publish_s": time.monotonic() - trained_s,
-                **published,
-            }
-            self._tell_step(record.step, is_replay, figures)
+        self._publishing.begin(record.step, moved=moved, then=then, waits=waits)
+        if waits:
+            self._publishing.finish()
         self._pulse.moved()
 
     def _whole_groups(self, record: BatchRecord) -> tuple[GroupRef, ...]:
@@ -275,8 +305,8 @@ class TrainerLoop:
         is_bitwise = self._recipe.determinism == "bitwise"
         first = self._is_first
         if first:
-            return _agree(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
-        return _agree(record.trained)
+            return self._received(restore_groups(self._layout, record, is_bitwise, self._regenerate, self._sight))
+        return self._received(record.trained)
 
     def _regenerate(self, groups: tuple[int, ...]) -> tuple[GroupRef, ...]:
         self._events.write("regenerating", groups=list(groups))
@@ -328,10 +358,10 @@ class TrainerLoop:
         """Commit what is being written; False, on all ranks, when the disk was too full for it (the one before stays)."""
         committed, is_full = None, False
         try:
-            committed = checkpointer.finish()
+            committed = checkpointer.finish(self._settled)
         except StorageFullError as error:
             is_full = True
-            self._tell_full(error.what)
+            self._telling.full(error.what)
         committed, is_full = _agree((committed, is_full))
         if committed is not None:
             self._checkpointed = committed
@@ -345,7 +375,7 @@ class TrainerLoop:
         try:
             retired = self._retiring.retire(step, oldest_held)
         except StorageFullError as error:
-            self._tell_full(error.what)
+            self._telling.full(error.what)
             return
         if retired is not None:
             self._events.write("weights_retired", first=retired.first, last=retired.last, base=retired.base)
@@ -358,7 +388,7 @@ class TrainerLoop:
         fates = {str(g): str(fate) for g, fate in sorted(self._fates.fates.items()) if fate.step > since}
         return CheckpointFacts(
             step=step,
-            weights_digest=self._publishing.weights_digest,
+            weights_digest="",  # known when the version is published: see _settled
             stream_position=self._fates.stream_position,
             fates_since=since,
             fates=fates,
@@ -366,32 +396,17 @@ class TrainerLoop:
             divergences=tuple(self._publishing.divergences),
         )
 
+    def _settled(self, facts: CheckpointFacts) -> CheckpointFacts:
+        """Rank 0, just before the commit: what is known only once the version of that step is published."""
+        digest = self._publishing.digest_of(facts.step)
+        divergences = tuple(version for version in self._publishing.divergences if version <= facts.step)
+        return replace(facts, weights_digest=digest, divergences=divergences)
+
     @property
     def patience(self) -> Patience:
         return self._patience
 
     # -- telling the controller -------------------------------------------------------------------------------------
-
-    def _tell_recorded(self, record: BatchRecord) -> None:
-        ids = tuple(g.group_id for g in record.trained) + tuple(r.group_id for r in record.rejected)
-        self._controller.tell("recorded", wire.Recorded(step=record.step, group_ids=ids))
-
-    def _tell_published(self) -> None:
-        if self._is_first:
-            self._controller.tell("published", wire.Published(version=self._publishing.version))
-
-    def _tell_full(self, text: str) -> None:
-        self._pulse.waits_for_space(text)
-        print(text, file=sys.stderr, flush=True)
-        self._events.write("waiting_for_space", error=text)
-
-    def _tell_unusual(self, version: int, text: str) -> None:
-        print(f"policy version {version}: {text}", file=sys.stderr, flush=True)
-        self._events.write("weights_unusual", version=version, text=text)
-
-    def _tell_unseen(self, text: str) -> None:
-        self._pulse.moved()
-        print(text, file=sys.stderr, flush=True)
 
     def _tell_checkpointed(self, step: int) -> int | None:
         """Returns the oldest policy version that a worker holds, None when that is not known."""
@@ -399,13 +414,6 @@ class TrainerLoop:
         self._events.write("checkpoint_committed", step=step)
         message = wire.Checkpointed(step=step, seconds=time.monotonic() - self._save_began_s)
         return self._controller.ask("checkpointed", message, wire.CheckpointedAnswer).oldest_held
-
-    def _tell_step(self, step: int, is_replay: bool, figures: dict[str, float]) -> None:
-        figures = {name: round(float(value), 7) for name, value in figures.items()}
-        self._events.write(
-            "train_step", step=step, replayed=is_replay, weights_digest=self._publishing.weights_digest, metrics=figures
-        )
-        self._controller.tell("step", wire.StepDone(step=step, replayed=is_replay, metrics=figures))
 
 
 def _agree(value: T) -> T:

@@ -15,6 +15,8 @@ from milesbatch.store.run import OpenRun, open_run
 from milesbatch.store.sight import first_sight
 from milesbatch.wire.client import Controller, Pulse
 
+_JOBS_S = 1800.0
+"""A rank's encoding and writing of one version takes less, but for a full disk."""
 _NEVER = timedelta(days=7)
 """Collectives never time out by themselves: rank 0 may wait long for rollouts. Hangs are found by heartbeats."""
 
@@ -33,6 +35,7 @@ def main(context: RoleContext) -> None:
     from milesbatch.models.load import load_initial_model
     from milesbatch.trainer.checkpointing import Checkpointer
     from milesbatch.trainer.loop import TrainerLoop
+    from milesbatch.trainer.overlap import InBackground, RankTeam
 
     layout = RunLayout(context.run_directory)
     run = open_run(layout, context.incarnation, first_sight(layout.root))
@@ -45,7 +48,8 @@ def main(context: RoleContext) -> None:
     try:
         _check_model(run)
         backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), torch.device("cpu"))
-        loop = TrainerLoop(context, run, backend, controller, pulse, events)
+        team = RankTeam(_JOBS_S + recipe.slurm.disk_full_wait_s)
+        loop = TrainerLoop(context, run, backend, controller, pulse, events, team, InBackground())
         checkpointer = Checkpointer(
             layout,
             loop.fence,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
-from crash_scene import CharacterTokenizer, HashBackend, HashEngine, SlowSaver
+from crash_scene import CharacterTokenizer, HashBackend, HashEngine, Late, SlowSaver
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.controller.hub import Hub
@@ -39,6 +39,7 @@ from milesbatch.trainer.checkpointing import Checkpointer
 from milesbatch.trainer.loop import TrainerLoop
 from milesbatch.trajectories.groups import group_refs
 from milesbatch.trajectories.schema import FileMetadata
+from milesbatch.weights.team import Alone
 from milesbatch.wire import messages as wire
 
 T = TypeVar("T")
@@ -54,6 +55,8 @@ class Script:
     """The controller says stop once this step is trained."""
     slow_block: int | None = None
     """The worker that wrote this block is taken for lost before it can say so; another makes the block meanwhile."""
+    publishes_at_once: bool = False
+    """Versions are committed before the next step begins; else as late as they may."""
 
 
 class Silent:
@@ -141,7 +144,8 @@ class Life:
         run, events = self.run_of(context.name), self._events(context)
         controller: Any = _TrainerSide(self)
         pulse: Any = Silent()
-        loop = TrainerLoop(context, run, HashBackend(), controller, pulse, events)
+        late = Late(at_once=self.script.publishes_at_once)
+        loop = TrainerLoop(context, run, HashBackend(), controller, pulse, events, Alone(), late)
         keep = run.recipe.checkpoint.keep
         checkpointer = Checkpointer(run.layout, loop.fence, SlowSaver(), 0, 1, keep, loop.patience)
         events.write("ready", seconds=0.0)

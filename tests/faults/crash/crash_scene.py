@@ -127,9 +127,14 @@ class HashBackend:
     def logprobs(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
         return [torch.tensor(sample.rollout_logprobs) for sample in samples]
 
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights.items():
             yield name, tensor.to(dtype).clone()
+
+    def weight_sizes(self) -> dict[str, int]:
+        return {name: tensor.numel() for name, tensor in self._weights.items()}
 
     def tied_names(self) -> dict[str, str]:
         return {}
@@ -140,6 +145,32 @@ class HashBackend:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+
+
+class Late:
+    """Publishes as late as it may, or at once: what goes on beside the training, in the one thread that there is.
+
+    Late is the longest that a version can stay behind: the next step's record is committed before it is.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._job: Callable[[], None] | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        assert self._job is None
+        self._job = job
+        if self._at_once:
+            self.finish()
+
+    def finish(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._job is None
 
 
 class SlowSaver:

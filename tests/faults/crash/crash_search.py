@@ -97,13 +97,14 @@ def record(root: Path, deaf: frozenset[str] = frozenset()) -> Sequence[Mutation]
     """Mutations of a run of three lives.
 
     The first stops after step 3, with a checkpoint, and has a worker that is taken for lost after it wrote a block; the
-    second is killed before the manifest of version 5 is linked; the third goes on to the end.
+    second is killed before the manifest of version 5 is linked; the third goes on to the end. The first publishes each version
+    before it goes on; the others, and all lives that continue from a crash, as late as they may.
     """
     layout, recipe = RunLayout(root / "run"), crash_recipe()
     log = MutationLog(root, deaf)
     events = noted_events(log)
     with installed(RecordingOperations(log)):
-        live(layout, recipe, Script(stop_after=STOP_AFTER, slow_block=SLOW_BLOCK), events)
+        live(layout, recipe, Script(stop_after=STOP_AFTER, slow_block=SLOW_BLOCK, publishes_at_once=True), events)
         log.kill_at = lambda mutation: mutation.kind == "link" and mutation.target.endswith(KILLED_AT)
         with contextlib.suppress(Killed):
             live(layout, recipe, Script(), events)

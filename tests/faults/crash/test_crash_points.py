@@ -60,6 +60,12 @@ def test_the_recorded_run_holds_what_must_be_crashed(recording: Recording) -> No
     assert weights == ["000000", "000001", "000002", "000003"]
     assert commits.index("run/weights/000001/retired.json") < commits.index("run/checkpoints/000007/manifest.json")
     assert any(mutation.kind == "rename" and "quarantine" in mutation.target for mutation in mutations)
+    late = [
+        commits.index(f"run/weights/{v:06d}/manifest.json") > commits.index(f"run/batches/{v + 1:06d}.json")
+        for v in (4, 5)
+    ]
+    assert all(late), "a version may be committed only after the record of the next step"
+    assert commits.index("run/weights/000002/manifest.json") < commits.index("run/batches/000003.json"), "or before"
     trained = {fate.split()[1] for fate in recording.ending.fates if "trained" in fate}
     assert trained == {f"trained({step})" for step in range(1, 8)}, "every step must learn from something"
     assert len(set(recording.ending.digests)) == 8

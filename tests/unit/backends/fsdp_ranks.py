@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from milesbatch.algorithm.samples import TrainSample
 from milesbatch.backends.distributed_checkpoint import AsyncSaver, load
 from milesbatch.backends.fsdp import FsdpBackend
+from milesbatch.decisions.shares import shares
 from milesbatch.errors import MilesbatchError
 from milesbatch.recipe.models import Recipe
 
@@ -269,7 +270,27 @@ def single(rank: Rank) -> None:
     rank.steps("resharded", backend, 3, STEPS)
 
 
+def shared_out(rank: Rank) -> None:
+    """After a step: the weights whole on every rank, and each tensor at its owner alone."""
+    backend = FsdpBackend(tiny_recipe(), tiny_model(), CPU)
+    backend.train_step(1, step_samples(1))
+    sizes, ranks = backend.weight_sizes(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = {name: tensor.clone() for name, tensor in backend.named_weights(dtype)}
+        assert {name: tensor.numel() for name, tensor in whole.items()} == sizes
+        for owners in (shares(sizes, ranks), shares(sizes, 1), {name: ranks - 1 for name in sizes}):
+            mine = list(backend.named_weights(dtype, owners))
+            assert [name for name, _ in mine] == [name for name in whole if owners[name] == rank.rank]
+            for name, tensor in mine:
+                assert tensor.dtype == dtype and tensor.is_contiguous()
+                assert torch.equal(tensor, whole[name]), name
+    backend.train_step(2, step_samples(2))
+    assert not torch.equal(dict(backend.named_weights(torch.float32))[name], whole[name])
+    rank.seen["owned"] = [name for name in sizes if shares(sizes, ranks)[name] == rank.rank]
+
+
 PARTS = {"first": first_run, "second": second_run, "single": single}
+PARTS.update({f"shared{ranks}": shared_out for ranks in (1, 2, 3)})
 
 if __name__ == "__main__":
     me = Rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -193,6 +193,17 @@ def test_named_weights_load_into_the_model(seen: Seen) -> None:
     assert not missing.unexpected_keys
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_gathers_only_what_it_owns(tmp_path: Path, ranks: int) -> None:
+    """The bits are those of the whole weights, also where the first dimension does not divide by the ranks."""
+    part = f"shared{ranks}"
+    start(part, ranks, tmp_path)
+    owned = [Seen(tmp_path).of(part, rank)["owned"] for rank in range(ranks)]
+    assert all(owned)
+    names = [name for share in owned for name in share]
+    assert len(names) == len(set(names))
+
+
 # -- the same bits again ------------------------------------------------------------------------------------------
 
 

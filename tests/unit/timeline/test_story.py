@@ -25,6 +25,18 @@ def of(story: Story, process: str, activity: str) -> list[tuple[float, float]]:
     return [(round(piece.start_s - BEGIN_S, 3), round(piece.end_s - BEGIN_S, 3)) for piece in found]
 
 
+def test_publishing_beside_the_next_step(tmp_path: Path) -> None:
+    """The event comes late; the step ended when training went on."""
+    layout = make_layout(tmp_path / "run")
+    figures = {"publish_s": 0.25, "publish_overlap_s": 1.5}
+    write(layout, "trainer-0", 1, (10, "ready", {"seconds": 1}), (20, "train_step", step(1, **figures)))
+    story = story_of(layout)
+    assert of(story, "trainer-0", "training") == [(16.25, 18.25)]
+    assert of(story, "trainer-0", "publishing") == [(18.25, 18.5), (18.5, 20)]
+    tracks = {piece.track: piece.version for piece in story.slices if piece.activity == "publishing"}
+    assert tracks == {"work": None, "weights": 1}, "the version is out when the second one ends"
+
+
 def troubles_of(layout: RunLayout) -> list[Trouble]:
     evidence = read_evidence(layout, 0)
     return find_troubles(evidence, tell(evidence))
