@@ -1,0 +1,164 @@
+"""No process of a server is left, however its worker, its guard or itself ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from milesbatch.engines.sglang.launch import ServerProcess, decisive_lines, port_was_taken
+from milesbatch.errors import InputError
+
+# A "server" that hides its helpers as well as a process can: a session of its own, and a parent that is gone.
+SERVER = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+hidden = subprocess.Popen(["setsid", "sh", "-c", "sleep 600 & echo $! >> " + sys.argv[1]])
+open(sys.argv[1], "a").write(f"{os.getpid()}\\n{child.pid}\\n")
+time.sleep(600)
+"""
+WORKER = """
+import sys, time
+from pathlib import Path
+from milesbatch.engines.sglang.launch import ServerProcess
+here = Path(sys.argv[1])
+process = ServerProcess.start([sys.executable, "-c", sys.argv[2], str(here / "pids")], here / "log", {}, here / "rubbish")
+print(process.guard.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def until(look: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not look():
+        assert time.monotonic() < deadline_s, f"waited until {what}"
+        time.sleep(0.02)
+
+
+def pids(here: Path) -> list[int]:
+    file = here / "pids"
+    return [int(word) for word in file.read_text().split()] if file.exists() else []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start(here: Path) -> ServerProcess:
+    (here / "rubbish").mkdir()
+    process = ServerProcess.start(
+        [sys.executable, "-c", SERVER, str(here / "pids")], here / "log", {}, here / "rubbish"
+    )
+    until(lambda: len(pids(here)) == 3, "the server has started its helpers")
+    assert all(map(is_alive, pids(here)))
+    return process
+
+
+def check_nothing_left(here: Path) -> None:
+    until(lambda: not any(map(is_alive, pids(here))), "all are gone", 15)
+
+
+def test_a_killed_server_takes_all_with_it(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    process.kill()
+    assert not any(map(is_alive, pids(tmp_path))), "at once, when kill returns"
+    assert (tmp_path / "rubbish").exists(), "the worker lives and may start another"
+
+
+def test_at_the_end_the_directory_goes_too(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    process.kill(is_over=True)
+    assert not any(map(is_alive, pids(tmp_path)))
+    assert not (tmp_path / "rubbish").exists()
+
+
+def test_a_server_that_does_not_end_in_peace_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("milesbatch.engines.sglang.launch._END_S", 1.0)
+    process = start(tmp_path)
+    process.end()
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_a_server_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    (server,) = [pid for pid in pids(tmp_path) if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(server, signal.SIGKILL)
+    until(lambda: process.exit_code() is not None, "the guard has noticed")
+    assert process.exit_code() == 128 + signal.SIGKILL
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "rubbish").mkdir()
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), SERVER], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    guard = int(worker.stdout.readline())
+    until(lambda: len(pids(tmp_path)) == 3, "the server has started its helpers")
+    worker.send_signal(number)
+    worker.wait()
+    check_nothing_left(tmp_path)
+    until(lambda: not is_alive(guard), "the guard is gone")
+    assert not (tmp_path / "rubbish").exists()
+
+
+def test_a_killed_guard_takes_the_server_with_it(tmp_path: Path) -> None:
+    """Its helpers are SGLang's own to end: they ask the kernel for that."""
+    process = start(tmp_path)
+    (server,) = [pid for pid in pids(tmp_path) if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(process.guard.pid, signal.SIGKILL)
+    until(lambda: not is_alive(server), "the server is gone", 10)
+    for pid in pids(tmp_path):
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="make sglang-cpu"):
+        ServerProcess.start([str(tmp_path / "python")], tmp_path / "log", {}, None)
+
+
+def test_the_log_of_this_start_alone_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("ValueError: of an earlier start\n")
+    process = ServerProcess.start([sys.executable, "-c", "raise KeyError('now')"], tmp_path / "log", {}, None)
+    until(lambda: process.exit_code() is not None, "it has ended")
+    assert process.exit_code() == 1
+    assert decisive_lines(process.said()) == "KeyError: 'now'"
+    assert "earlier" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "lines"),
+    [
+        ("", "it said nothing"),
+        ("loading\n\nhalf way\n", "loading\nhalf way"),
+        (
+            "[2026-11-30 10:01:15 TP0] Scheduler hit an exception: Traceback (most recent call last):\n  File x\n"
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n[2026-11-30 10:01:16] bye\n",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        ),
+        (
+            "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --nonsense\n",
+            "launch_server.py: error: unrecognized arguments: --nonsense",
+        ),
+    ],
+)
+def test_decisive_lines(said: str, lines: str) -> None:
+    assert decisive_lines(said) == lines
+
+
+def test_a_taken_port_is_recognised() -> None:
+    assert port_was_taken(
+        "ERROR: [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    )
+    assert not port_was_taken("the server is fired up and ready to roll")
