@@ -1,8 +1,8 @@
 """What every rollout engine does, whatever runs the model. No torch.
 
 An engine takes token ids and gives token ids with the logprob of each; text never crosses this boundary. The embedded
-engine (:mod:`milesbatch.engines.embedded`) implements it with torch in the worker's own process; a server engine would
-implement it over HTTP.
+engine (:mod:`milesbatch.engines.embedded`) implements it with torch in the worker's own process, the SGLang engine
+(:mod:`milesbatch.engines.sglang.engine`) over HTTP with servers.
 """
 
 from __future__ import annotations
