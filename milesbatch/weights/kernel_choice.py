@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from milesbatch.weights.kernels import ClassChanges, Elements, Kernels
-from milesbatch.weights.kernels_native import NativeKernels
+from milesbatch.weights.kernels import Bytes, ClassChanges, Elements, Kernels, RefusedError, joined
+from milesbatch.weights.kernels_native import SIGNATURES, NativeKernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
+from milesbatch.weights.payload import varint
 
 
 @functools.cache
@@ -54,9 +55,10 @@ def _agree(tried: Kernels, trusted: Kernels) -> bool:
         for one, other in zip(*(scanner.changes() for scanner in scanners), strict=True):
             if not (np.array_equal(one.gaps, other.gaps) and np.array_equal(one.values, other.values)):
                 return False
-            if not _same_lists(tried, trusted, one):
-                return False
-        applier = tried.applier(thresholds, scanners[1].changes())
+        changes = scanners[1].changes()
+        if not _same_lists(tried, trusted, changes):
+            return False
+        applier = tried.applier(thresholds, joined(changes), old.size)
         made = old.copy()
         applier.feed(made)
         if not applier.is_done() or not np.array_equal(made, new):
@@ -65,31 +67,38 @@ def _agree(tried: Kernels, trusted: Kernels) -> bool:
 
 
 def _load() -> ctypes.CDLL | None:
-    """The compiled loops; None where they were not built (no C compiler at installation) or are of another machine."""
+    """The compiled loops; None where they were not built (there was no C compiler), or are of another machine or version."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_steps{suffix}")
         if path.exists():
             try:
-                return ctypes.CDLL(str(path))
+                library = ctypes.CDLL(str(path))
             except OSError:
                 continue
+            if all(hasattr(library, name) for name in SIGNATURES):
+                return library
     return None
 
 
-def _same_lists(tried: Kernels, trusted: Kernels, changes: ClassChanges) -> bool:
-    if not changes.gaps.size:
-        return True
+def _same_lists(tried: Kernels, trusted: Kernels, changes: list[ClassChanges]) -> bool:
     one, other = tried.pack(changes), trusted.pack(changes)
-    if one.exceptions != other.exceptions or not np.array_equal(one.directions, other.directions):
-        return False
-    for mine, theirs in zip(one.numbers, other.numbers, strict=True):
-        for a, b in ((mine.plain, theirs.plain), (mine.others, theirs.others)):
-            if a is None or b is None:
-                if a is not b:
-                    return False
-            elif not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bits, b.bits)):
-                return False
-    found = tried.unpack(other, 2**32 - 1)
-    return (
-        found is not None and np.array_equal(found.gaps, changes.gaps) and np.array_equal(found.values, changes.values)
+    same = all(
+        np.array_equal(getattr(one, part), getattr(other, part)) for part in ("counts", "tokens", "ends", "bits")
     )
+    if not same:
+        return False
+    elements = max(127, sum(of_class.gaps.size for of_class in changes))
+    payload = np.concatenate([_number(elements), other.counts, _number(other.tokens.size), other.tokens, other.bits])
+    try:
+        counts = tried.counts(payload, 0, len(changes), elements, elements)
+        found, end = tried.unpack(counts, other.tokens, payload, counts.at + counts.stored, 2**32 - 1)
+    except RefusedError:
+        return False
+    expected = joined(changes)
+    return end == payload.size and all(
+        np.array_equal(getattr(found, part), getattr(expected, part)) for part in ("gaps", "values", "ends")
+    )
+
+
+def _number(number: int) -> Bytes:
+    return np.frombuffer(varint(number), np.uint8)

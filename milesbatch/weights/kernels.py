@@ -37,34 +37,64 @@ class ClassChanges:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenList:
-    """Numbers below 2^32 as one token each (at most 127) and the bits that the tokens do not say, in whole bytes."""
+class SegmentChanges:
+    """Changes of all classes of a segment, lowest magnitudes first, one class behind the other.
 
+    ``ends``: where in the lists each class ends, uint64; as many as there are classes.
+    """
+
+    gaps: Numbers
+    values: Numbers
+    ends: Counts
+    lent: tuple[NDArray[Any], ...] = ()
+    """Memory of the kernel's own, which goes back to it when these changes have been applied."""
+
+
+def joined(changes: Sequence[ClassChanges]) -> SegmentChanges:
+    """All classes in lists of their own."""
+    ends = np.cumsum([of_class.gaps.size for of_class in changes], dtype=np.uint64)
+    gaps = np.concatenate([of_class.gaps for of_class in changes])
+    return SegmentChanges(gaps, np.concatenate([of_class.values for of_class in changes]), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSegment:
+    """A segment's changes as an entropy coder takes them. Arrays of a kernel's ``pack`` are its own, until its next one in the
+    same thread."""
+
+    counts: Bytes
+    """How many changes each class has, how many are exceptions, and which lists hold only their numbers that are not 0."""
     tokens: Bytes
+    """One a number, at most 127; of all lists, one behind the other."""
+    ends: tuple[int, ...]
+    """Where each list's tokens end."""
     bits: Bytes
+    """What the tokens do not say: for each class its directions, and then the lower bits of each list."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedNumbers:
-    """One list of numbers: as it is, or, where most are 0, the zeros before each other number, and these others less 1."""
+class SegmentCounts:
+    """What stands before a segment's tokens."""
 
-    plain: TokenList
-    others: TokenList | None = None
+    elements: int
+    changes: int
+    most_changes: int
+    """Of one class."""
+    tokens: int
+    stored: int
+    """Bytes that these tokens have in the payload."""
+    at: int
+    """Where in the payload they begin."""
+    classes: Counts
+    """Shape [classes, 5]: changes, exceptions (``changes + 1``: nothing is split), and for each of the three lists 0, or one
+    more than the numbers in it that are not 0, when only these are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedClass:
-    """The changes of one class as lists that an entropy coder takes. Arrays of a kernel's ``pack`` are its own, until its next
-    one in the same thread."""
+class RefusedError(Exception):
+    """Something that no encoder gives; the text says what."""
 
-    size: int
-    """Changes."""
-    exceptions: int
-    """How many of them are more than one unit in the last place; ``size + 1`` when these are so many that nothing is split."""
-    directions: Bytes
-    """A bit for each that is no exception: set for +1, clear for -1. Empty when nothing is split."""
-    numbers: tuple[PackedNumbers, ...]
-    """Gaps; then all values less 1, or else the gaps between exceptions, and the exceptions less 3."""
+
+BEYOND = "a changed position lies beyond the end of its class"
 
 
 class Scanner(Protocol):
@@ -88,6 +118,10 @@ class Applier(Protocol):
         """Was every change made? False: the elements are not those that the changes were found in."""
         ...
 
+    def close(self) -> None:
+        """Nothing more will be asked: the memory of the changes may be used again."""
+        ...
+
 
 class Kernels(Protocol):
     """All loops. ``thresholds``: ascending, at least 1, at most the largest magnitude; class *c* holds the elements whose old
@@ -97,7 +131,13 @@ class Kernels(Protocol):
 
     def scanner(self, thresholds: Numbers, capacity: int) -> Scanner: ...
 
-    def applier(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> Applier: ...
+    def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> Applier:
+        """For a segment of so many elements.
+
+        Raises:
+            RefusedError: a change lies beyond them.
+        """
+        ...
 
     def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
         """Elements, and changed elements, for each of the 256 values of the eight highest bits below the sign, among the first
@@ -109,12 +149,25 @@ class Kernels(Protocol):
         elements with K changes, and ``bits_for_a_class``; each that was counted stands for ``weight`` elements."""
         ...
 
-    def pack(self, changes: ClassChanges) -> PackedClass:
-        """``changes`` has at least one."""
+    def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment: ...
+
+    def counts(self, payload: Bytes, at: int, num_classes: int, most_elements: int, most_changes: int) -> SegmentCounts:
+        """The counts of a segment that begins ``at`` there, all within these bounds.
+
+        Raises:
+            RefusedError: they are not, or the payload ends before them or before the tokens that they announce.
+        """
         ...
 
-    def unpack(self, packed: PackedClass, largest: int) -> ClassChanges | None:
-        """The inverse, for values of at most ``largest``; None when this is nothing that :meth:`pack` gives."""
+    def unpack(
+        self, counts: SegmentCounts, tokens: Bytes, payload: Bytes, at: int, largest: int
+    ) -> tuple[SegmentChanges, int]:
+        """The inverse of :meth:`pack`, for values of at most ``largest``: bits are in the payload from ``at`` on; also where
+        they end. ``tokens`` has as many as ``counts`` says. The arrays are good until the applier that takes them is closed.
+
+        Raises:
+            RefusedError: this is nothing that :meth:`pack` gives.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milesbatch.weights.kernels import (
+    BEYOND,
     MAX_THRESHOLDS,
     NUM_KEYS,
     Applier,
@@ -23,10 +24,11 @@ from milesbatch.weights.kernels import (
     Counts,
     Elements,
     Numbers,
-    PackedClass,
-    PackedNumbers,
+    PackedSegment,
+    RefusedError,
     Scanner,
-    TokenList,
+    SegmentChanges,
+    SegmentCounts,
     key_shift,
 )
 
@@ -36,131 +38,140 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, most: int = 2) -> None:
         """``most``: highest instruction set to use; 0 any machine, 1 AVX2, 2 AVX-512."""
-        for name, result in _RESULTS.items():
-            getattr(library, name).restype = result
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
         self._library = library
-        self.level = int(library.steps_level(ctypes.c_int(most)))
+        self.level = int(library.steps_level(most))
         self.name = f"native ({('portable', 'AVX2', 'AVX-512')[self.level]})"
         self._scratch = _Scratch()
 
     def scanner(self, thresholds: Numbers, capacity: int) -> Scanner:
         return _NativeScanner(self._library, thresholds, *self._scratch.lists(len(thresholds) + 1, capacity))
 
-    def applier(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> Applier:
-        return _NativeApplier(self._library, thresholds, changes)
+    def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> Applier:
+        return _NativeApplier(self._library, thresholds, changes, elements, self._scratch)
 
     def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
-        elements, changes = np.zeros(NUM_KEYS, np.uint64), np.zeros(NUM_KEYS, np.uint64)
+        elements, changes = np.zeros((2, NUM_KEYS), np.uint64)
         self._library.steps_count(
-            _int(before.itemsize), _at(before), _at(after), _size(before.size), _size(run), _size(stride),
-            _int(key_shift(before.itemsize)), _at(elements), _at(changes),
+            before.itemsize, _at(before), _at(after), before.size, run, stride, key_shift(before.itemsize),
+            _at(elements), _at(changes),
         )  # fmt: skip
         return elements, changes
 
     def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
         cuts = np.empty(MAX_THRESHOLDS, np.uint32)
-        num = self._library.steps_cut(
-            _at(elements),
-            _at(changes),
-            ctypes.c_double(weight),
-            ctypes.c_double(bits_for_a_class),
-            _int(most),
-            _at(cuts),
-        )
+        num = self._library.steps_cut(_at(elements), _at(changes), weight, bits_for_a_class, most, _at(cuts))
         return cuts[:num]
 
-    def pack(self, changes: ClassChanges) -> PackedClass:
-        num = changes.gaps.size
-        numbers, tokens, bits, directions = self._scratch.packing(num)
-        packed = np.empty((3, 5), np.uint64)
-        exceptions = int(self._library.steps_pack(
-            _at(changes.gaps), _at(changes.values), _size(num), _at(numbers), _at(tokens), _at(bits), _at(directions),
-            _at(packed),
+    def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment:
+        sizes = [of_class.gaps.size for of_class in changes]
+        numbers, counts, tokens, ends, bits = self._scratch.packing(sum(sizes))
+        lists = np.array(
+            [sizes, [_at(each.gaps) for each in changes], [_at(each.values) for each in changes]], np.uint64
+        )
+        found, at, row = np.empty(3, np.uint64), _at(lists), 8 * len(sizes)
+        self._library.steps_pack(
+            len(sizes),
+            at,
+            at + row,
+            at + 2 * row,
+            _at(numbers),
+            _at(counts),
+            _at(tokens),
+            _at(ends),
+            _at(bits),
+            _at(found),
+        )
+        num_counts, num_lists, num_bits = found.tolist()
+        of_lists = tuple(ends[:num_lists].tolist())
+        num_tokens = of_lists[-1] if of_lists else 0
+        return PackedSegment(counts[:num_counts], tokens[:num_tokens], of_lists, bits[:num_bits])
+
+    def counts(self, payload: Bytes, at: int, num_classes: int, most_elements: int, most_changes: int) -> SegmentCounts:
+        table = np.empty(5 * num_classes + 6, np.uint64)
+        classes, found = table[6:].reshape(num_classes, 5), _at(table)
+        table[5] = at
+        _expect(self._library.steps_counts(
+            _at(payload), payload.size, found + 40, most_elements, most_changes, num_classes, found + 48, found
         ))  # fmt: skip
-        reader = _Lists(tokens, bits)
-        used = 2 if exceptions > num else 3
-        lists = tuple(reader.numbers(*row) for row in packed[:used].tolist())
-        return PackedClass(num, exceptions, directions[: max(0, num - exceptions + 7) // 8], lists)
+        elements, changes, most, tokens, stored, behind = table[:6].tolist()
+        return SegmentCounts(elements, changes, most, tokens, stored, behind, classes)
 
-    def unpack(self, packed: PackedClass, largest: int) -> ClassChanges | None:
-        num, rows, tokens, bits = packed.size, np.zeros((3, 5), np.uint64), [], []
-        for row, numbers in zip(rows, packed.numbers, strict=False):
-            lists = [numbers.plain] if numbers.others is None else [numbers.plain, numbers.others]
-            row[0] = len(lists) - 1
-            for column, each in enumerate(lists):
-                row[1 + 2 * column : 3 + 2 * column] = each.tokens.size, each.bits.size
-                tokens.append(each.tokens)
-                bits.append(each.bits)
-        all_tokens, all_bits = np.concatenate(tokens), np.concatenate(bits)
-        gaps, values, scratch = np.empty(num, np.uint32), np.empty(num, np.uint32), np.empty(4 * num, np.uint32)
-        failed = self._library.steps_unpack(
-            _at(rows), _size(num), _size(packed.exceptions), _at(all_tokens), _at(all_bits), _at(packed.directions),
-            ctypes.c_uint32(largest), _at(scratch), _at(gaps), _at(values),
-        )  # fmt: skip
-        return None if failed else ClassChanges(gaps, values)
-
-
-class _Lists:
-    """Takes lists from the front of what ``steps_pack`` wrote."""
-
-    def __init__(self, tokens: Bytes, bits: Bytes) -> None:
-        self._tokens, self._bits, self._token, self._bit = tokens, bits, 0, 0
-
-    def numbers(self, is_sparse: int, first: int, first_bytes: int, second: int, second_bytes: int) -> PackedNumbers:
-        plain = self._list(first, first_bytes)
-        return PackedNumbers(plain, self._list(second, second_bytes) if is_sparse else None)
-
-    def _list(self, num: int, num_bytes: int) -> TokenList:
-        found = TokenList(self._tokens[self._token : self._token + num], self._bits[self._bit : self._bit + num_bytes])
-        self._token += num
-        self._bit += num_bytes
-        return found
+    def unpack(
+        self, counts: SegmentCounts, tokens: Bytes, payload: Bytes, at: int, largest: int
+    ) -> tuple[SegmentChanges, int]:
+        num_classes, num = len(counts.classes), counts.changes
+        gaps, values = self._scratch.take(num)
+        ends = np.empty(num_classes + 1, np.uint64)
+        ends[num_classes] = at
+        _expect(self._library.steps_unpack(
+            _at(payload), payload.size, _at(ends) + 8 * num_classes, num_classes, _at(counts.classes), _at(tokens), largest,
+            _at(self._scratch.numbers(4 * counts.most_changes)), _at(gaps), _at(values), _at(ends),
+        ))  # fmt: skip
+        return SegmentChanges(gaps[:num], values[:num], ends[:num_classes], lent=(gaps, values)), int(ends[num_classes])
 
 
 class _NativeScanner:
     def __init__(self, library: ctypes.CDLL, thresholds: Numbers, gaps: Numbers, values: Numbers) -> None:
         self._scan, self._thresholds, self._gaps, self._values = library.steps_scan, thresholds, gaps, values
-        self._runs, self._counts = np.zeros(len(gaps), np.uint64), np.zeros(len(gaps), np.uint64)
+        self._states = np.zeros((3, len(gaps)), np.uint64)
+        at, row = _at(self._states), 8 * len(gaps)
         self._fixed = (
-            _at(thresholds), _int(len(thresholds)), _at(self._runs), _at(self._counts), _size(gaps.shape[1]), _at(gaps),
-            _at(values),
+            _at(thresholds), len(thresholds), at, at + row, at + 2 * row, gaps.shape[1], _at(gaps), _at(values)
         )  # fmt: skip
 
     def feed(self, before: Elements, after: Elements) -> bool:
-        overflow = self._scan(_int(before.itemsize), _at(before), _at(after), _size(before.size), *self._fixed)
-        return not overflow
+        return not self._scan(before.itemsize, _at(before), _at(after), before.size, *self._fixed)
 
     def changes(self) -> list[ClassChanges]:
-        rows = zip(self._counts.tolist(), self._gaps, self._values, strict=True)
+        rows = zip(self._states[2].tolist(), self._gaps, self._values, strict=True)
         return [ClassChanges(gaps[:count], values[:count]) for count, gaps, values in rows]
 
 
 class _NativeApplier:
-    def __init__(self, library: ctypes.CDLL, thresholds: Numbers, changes: Sequence[ClassChanges]) -> None:
-        self._apply = library.steps_apply
-        gaps = np.concatenate([change.gaps for change in changes])
-        values = np.concatenate([change.values for change in changes])
-        self._ends = np.cumsum([change.gaps.size for change in changes], dtype=np.uint64)
-        self._cursors = np.concatenate([np.zeros(1, np.uint64), self._ends[:-1]])
-        ahead = np.array([c.gaps[0] if c.gaps.size else _NEVER for c in changes], np.uint64)
-        self._arrays = (thresholds, ahead, gaps, values)  # addresses alone would not keep them
+    """Gaps have become maps: which elements of a class change is then found without a branch that nothing can predict."""
+
+    def __init__(
+        self, library: ctypes.CDLL, thresholds: Numbers, changes: SegmentChanges, elements: int, scratch: _Scratch
+    ) -> None:
+        num_classes, map_bytes = len(changes.ends), elements // 8 + 16
+        self._maps, self._scratch = scratch.take_zeros(num_classes * map_bytes), scratch
+        maps, self._changes, self._left = _at(self._maps), changes, elements
+        self._mapped = (num_classes, _at(changes.ends), _at(changes.gaps))
+        if library.steps_map(*self._mapped, elements, maps, map_bytes):
+            raise RefusedError(BEYOND)
+        self._apply, self._unmap, self._ends = library.steps_apply, library.steps_unmap, changes.ends.tolist()
+        self._states = np.array([[0] * num_classes, [0, *self._ends[:-1]]], np.uint64)
+        self._thresholds = thresholds  # its address alone would not keep it
+        at = _at(self._states)
         self._fixed = (
-            _at(thresholds), _int(len(thresholds)), _at(ahead), _at(self._cursors), _at(self._ends), _at(gaps), _at(values)
+            _at(thresholds), len(thresholds), at, at + 8 * num_classes, maps, map_bytes, _at(changes.values)
         )  # fmt: skip
 
     def feed(self, elements: Elements) -> None:
-        self._apply(_int(elements.itemsize), _at(elements), _size(elements.size), *self._fixed)
+        self._left -= elements.size
+        assert self._left >= 0, "the maps end with the segment"
+        self._apply(elements.itemsize, _at(elements), elements.size, *self._fixed)
 
     def is_done(self) -> bool:
-        return bool(np.array_equal(self._cursors, self._ends))
+        return bool(self._states[1].tolist() == self._ends)
+
+    def close(self) -> None:
+        self._unmap(*self._mapped, *self._fixed[4:6])
+        self._scratch.give_back(self._maps, self._changes.lent)
 
 
 class _Scratch(threading.local):
-    """Lists for the scans of one thread, kept: fresh memory for each tensor costs more than the scan itself."""
+    """Memory for the work of one thread, kept: fresh pages for each tensor cost more than the loops themselves."""
 
     def __init__(self) -> None:
         self._gaps = self._values = np.empty((0, 0), np.uint32)
-        self._packing = self._make(1 << 12)
+        self._numbers = np.empty(1 << 14, np.uint32)
+        self._packing = self._room(1 << 12)
+        self._free: list[tuple[NDArray[Any], ...]] = []
+        self._zeros: list[Bytes] = []
 
     def lists(self, num_classes: int, capacity: int) -> tuple[Numbers, Numbers]:
         """Two arrays of shape [num_classes, capacity]. Pages that no scan touched take no memory."""
@@ -168,34 +179,69 @@ class _Scratch(threading.local):
             self._gaps, self._values = (np.empty((MAX_THRESHOLDS + 1, capacity), np.uint32) for _ in range(2))
         return self._gaps[:num_classes], self._values[:num_classes]
 
-    def packing(self, num: int) -> tuple[Numbers, Bytes, Bytes, Bytes]:
-        """Room for ``steps_pack`` of ``num`` changes: numbers, tokens, bits, directions."""
+    def numbers(self, num: int) -> Numbers:
+        if self._numbers.size < num:
+            self._numbers = np.empty(num, np.uint32)
+        return self._numbers
+
+    def packing(self, num: int) -> tuple[Numbers, Bytes, Bytes, Counts, Bytes]:
+        """Room for ``steps_pack`` of ``num`` changes: numbers, counts, tokens, ends of lists, bits."""
         if self._packing[1].size < 3 * num:
-            self._packing = self._make(num)
-        return self._packing
+            self._packing = self._room(num)
+        return self.numbers(3 * num + 1), *self._packing
+
+    def take(self, num: int) -> tuple[Numbers, Numbers]:
+        """Two arrays of at least ``num``. Several are in use at a time when several deltas are applied in one pass."""
+        if self._free and self._free[-1][0].size >= num:
+            gaps, values = self._free.pop()
+            return gaps, values
+        room = max(num, 1 << 16)
+        return np.empty(room, np.uint32), np.empty(room, np.uint32)
+
+    def take_zeros(self, num_bytes: int) -> Bytes:
+        if self._zeros and self._zeros[-1].size >= num_bytes:
+            return self._zeros.pop()
+        return np.zeros(max(num_bytes, 1 << 16), np.uint8)
+
+    def give_back(self, zeros: Bytes, lists: tuple[NDArray[Any], ...]) -> None:
+        self._zeros = [*self._zeros[: _MOST_FREE - 1], zeros]
+        if lists:
+            self._free = [*self._free[: _MOST_FREE - 1], lists]
 
     @staticmethod
-    def _make(num: int) -> tuple[Numbers, Bytes, Bytes, Bytes]:
+    def _room(num: int) -> tuple[Bytes, Bytes, Counts, Bytes]:
+        classes = MAX_THRESHOLDS + 1
         return (
-            np.empty(3 * num, np.uint32), np.empty(3 * num, np.uint8), np.empty(12 * num + 32, np.uint8),
-            np.empty(num // 8 + 1, np.uint8),
+            np.empty(50 * classes, np.uint8), np.empty(3 * num, np.uint8), np.empty(6 * classes, np.uint64),
+            np.empty(13 * num + 32 * classes, np.uint8),
         )  # fmt: skip
 
 
-_RESULTS: dict[str, Any] = {
-    "steps_level": ctypes.c_int,
-    "steps_scan": ctypes.c_int,
-    "steps_apply": None,
-    "steps_cut": ctypes.c_int,
-    "steps_pack": ctypes.c_uint64,
-    "steps_unpack": ctypes.c_int,
-    "steps_count": None,
+def _expect(refused: int) -> None:
+    if refused:
+        raise RefusedError(_REASONS[refused])
+
+
+_REASONS = {1: "it ends too early", 2: "a count that is larger than it can be", 3: "lists that no changes give"}
+_MOST_FREE = 2
+"""Sets of lists that a thread keeps."""
+
+_int, _size, _number, _pointer = ctypes.c_int, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "steps_level": (_int, [_int]),
+    "steps_scan": (_int, [_int, _pointer, _pointer, _size, _pointer, _int, *[_pointer] * 3, _size, _pointer, _pointer]),
+    "steps_map": (_int, [_int, _pointer, _pointer, _size, _pointer, _size]),
+    "steps_unmap": (None, [_int, _pointer, _pointer, _pointer, _size]),
+    "steps_apply": (None, [_int, _pointer, _size, _pointer, _int, _pointer, _pointer, _pointer, _size, _pointer]),
+    "steps_cut": (_int, [_pointer, _pointer, ctypes.c_double, ctypes.c_double, _int, _pointer]),
+    "steps_pack": (None, [_int, *[_pointer] * 9]),
+    "steps_counts": (_int, [_pointer, _size, _pointer, _size, _size, _int, _pointer, _pointer]),
+    "steps_unpack": (_int, [_pointer, _size, _pointer, _int, _pointer, _pointer, _number, *[_pointer] * 4]),
+    "steps_count": (None, [_int, _pointer, _pointer, _size, _size, _size, _int, _pointer, _pointer]),
 }
-_NEVER = 1 << 62
-_int = ctypes.c_int
-_size = ctypes.c_uint64
 
 
-def _at(array: NDArray[Any]) -> ctypes.c_void_p:
+def _at(array: NDArray[Any]) -> int:
     assert array.flags.c_contiguous, "only whole arrays go to C"
-    return ctypes.c_void_p(array.__array_interface__["data"][0])
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -12,17 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milesbatch.weights.kernels import (
+    BEYOND,
     NUM_KEYS,
     Bytes,
     ClassChanges,
     Counts,
     Elements,
     Numbers,
-    PackedClass,
-    PackedNumbers,
-    TokenList,
+    PackedSegment,
+    RefusedError,
+    SegmentChanges,
+    SegmentCounts,
+    joined,
     key_shift,
 )
+from milesbatch.weights.payload import varint
 
 
 class NumpyKernels:
@@ -33,8 +37,8 @@ class NumpyKernels:
     def scanner(self, thresholds: Numbers, capacity: int) -> _NumpyScanner:
         return _NumpyScanner(thresholds, capacity)
 
-    def applier(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> _NumpyApplier:
-        return _NumpyApplier(thresholds, changes)
+    def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> _NumpyApplier:
+        return _NumpyApplier(thresholds, changes, elements)
 
     def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
         places = (np.arange(0, before.size, stride)[:, None] + np.arange(run)).reshape(-1)
@@ -67,37 +71,167 @@ class NumpyKernels:
             cuts.insert(0, end)
         return keys[cuts].astype(np.uint32)
 
-    def pack(self, changes: ClassChanges) -> PackedClass:
-        num, values = changes.gaps.size, changes.values
-        places = np.flatnonzero(values > 2)
-        if 2 * places.size > num:
-            whole = (_pack_numbers(changes.gaps), _pack_numbers(values - np.uint32(1)))
-            return PackedClass(num, num + 1, np.empty(0, np.uint8), whole)
-        directions = np.packbits((values[values <= 2] == 2), bitorder="little")
-        gaps = (np.diff(places, prepend=-1) - 1).astype(np.uint32)
-        lists = (_pack_numbers(changes.gaps), _pack_numbers(gaps), _pack_numbers(values[places] - np.uint32(3)))
-        return PackedClass(num, places.size, directions, lists)
+    def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment:
+        to = _Packing()
+        for of_class in changes:
+            _pack_class(to, of_class)
+        tokens = np.concatenate([np.empty(0, np.uint8), *to.tokens])
+        ends = tuple(np.cumsum([each.size for each in to.tokens], dtype=np.int64).tolist())
+        bits = np.concatenate([np.empty(0, np.uint8), *to.bits])
+        return PackedSegment(np.frombuffer(b"".join(to.counts), np.uint8), tokens, ends, bits)
 
-    def unpack(self, packed: PackedClass, largest: int) -> ClassChanges | None:
-        num, exceptions = packed.size, packed.exceptions
-        gaps = _unpack_numbers(packed.numbers[0], num)
-        if exceptions == num + 1:
-            values = _unpack_numbers(packed.numbers[1], num)
-            if gaps is None or values is None or int(values.max()) >= largest:
-                return None
-            return ClassChanges(gaps, values + np.uint32(1))
-        between = _unpack_numbers(packed.numbers[1], exceptions)
-        rest = _unpack_numbers(packed.numbers[2], exceptions)
-        if gaps is None or between is None or rest is None:
-            return None
-        values = _merge(packed.directions, num, between, rest, largest)
-        return None if values is None else ClassChanges(gaps, values)
+    def counts(self, payload: Bytes, at: int, num_classes: int, most_elements: int, most_changes: int) -> SegmentCounts:
+        reader = _Counts(payload, at)
+        elements = reader.take(most_elements)
+        left = min(elements, most_changes)
+        classes, tokens = np.zeros((num_classes, 5), np.uint64), 0
+        for of_class in classes:
+            of_class[0] = num = reader.take(left)
+            left -= num
+            if not num:
+                continue
+            of_class[1] = reader.take(num + 1)
+            for number, size in enumerate(_list_sizes(num, int(of_class[1]))):
+                of_class[2 + number] = sparse = reader.take(size + 1) if size else 0
+                tokens += 2 * (sparse - 1) if sparse else size
+        stored = reader.take(tokens) if tokens else 0
+        if stored > payload.size - reader.at:
+            raise RefusedError("it ends too early")
+        changes = classes[:, 0]
+        return SegmentCounts(elements, int(changes.sum()), int(changes.max()), tokens, stored, reader.at, classes)
+
+    def unpack(
+        self, counts: SegmentCounts, tokens: Bytes, payload: Bytes, at: int, largest: int
+    ) -> tuple[SegmentChanges, int]:
+        source = _Unpacking(tokens, payload[at:])
+        classes = [_unpack_class(source, of_class, largest) for of_class in counts.classes.tolist()]
+        return joined(classes), payload.size - source.bits.size
 
 
-def _merge(bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) -> Numbers | None:
+# -- one class --------------------------------------------------------------------------------------------------------
+
+
+class _Packing:
+    def __init__(self) -> None:
+        self.counts: list[bytes] = []
+        self.tokens: list[Bytes] = []
+        self.bits: list[Bytes] = []
+
+    def numbers(self, numbers: Numbers) -> None:
+        if not numbers.size:
+            return
+        places = np.flatnonzero(numbers)
+        if 2 * places.size >= numbers.size:
+            self.counts.append(varint(0))
+            self._plain(numbers)
+            return
+        self.counts.append(varint(places.size + 1))
+        if places.size:
+            self._plain((np.diff(places, prepend=-1) - 1).astype(np.uint32))
+            self._plain(numbers[places] - np.uint32(1))
+
+    def _plain(self, numbers: Numbers) -> None:
+        tokens, bits = tokenise(numbers)
+        self.tokens.append(tokens)
+        self.bits.append(bits)
+
+
+def _pack_class(to: _Packing, changes: ClassChanges) -> None:
+    num, values = changes.gaps.size, changes.values
+    to.counts.append(varint(num))
+    if not num:
+        return
+    places = np.flatnonzero(values > 2)
+    if 2 * places.size > num:
+        to.counts.append(varint(num + 1))
+        to.numbers(changes.gaps)
+        to.numbers(values - np.uint32(1))
+        return
+    to.counts.append(varint(places.size))
+    to.bits.append(np.packbits((values[values <= 2] == 2), bitorder="little"))
+    to.numbers(changes.gaps)
+    to.numbers((np.diff(places, prepend=-1) - 1).astype(np.uint32))
+    to.numbers(values[places] - np.uint32(3))
+
+
+class _Counts:
+    def __init__(self, payload: Bytes, at: int) -> None:
+        self._payload, self.at = payload, at
+
+    def take(self, most: int) -> int:
+        number = 0
+        for shift in range(0, 63, 7):
+            if self.at >= self._payload.size:
+                raise RefusedError("it ends too early")
+            byte = int(self._payload[self.at])
+            self.at += 1
+            number |= (byte & 0x7F) << shift
+            if number > most:
+                break
+            if not byte & 0x80:
+                return number
+        raise RefusedError("a count that is larger than it can be")
+
+
+def _list_sizes(num: int, exceptions: int) -> tuple[int, int, int]:
+    return (num, num, 0) if exceptions > num else (num, exceptions, exceptions)
+
+
+_NO_LIST = "lists that no changes give"
+
+
+class _Unpacking:
+    def __init__(self, tokens: Bytes, bits: Bytes) -> None:
+        self._tokens, self.bits = tokens, bits
+
+    def take_bits(self, num_bytes: int) -> Bytes:
+        if num_bytes > self.bits.size:
+            raise RefusedError("it ends too early")
+        taken, self.bits = self.bits[:num_bytes], self.bits[num_bytes:]
+        return taken
+
+    def numbers(self, num: int, sparse: int) -> Numbers:
+        if not sparse:
+            return self._plain(num)
+        gaps, others = self._plain(sparse - 1), self._plain(sparse - 1)
+        places = _places(gaps, num)
+        numbers = np.zeros(num, np.uint32)
+        numbers[places] = others + np.uint32(1)
+        return numbers
+
+    def _plain(self, num: int) -> Numbers:
+        tokens, self._tokens = self._tokens[:num], self._tokens[num:]
+        if tokens.size and int(tokens.max()) > 127:
+            raise RefusedError(_NO_LIST)
+        numbers = tokens.astype(np.uint32)
+        is_large = tokens >= 16
+        large = numbers[is_large] - 16
+        width = large // 4 + 4
+        num_bytes = (int((width - 2).sum()) + 7) // 8
+        if num_bytes > self.bits.size:
+            raise RefusedError(_NO_LIST)
+        low = _unpack(self.take_bits(num_bytes), width - 2)
+        numbers[is_large] = (np.uint32(1) << width) | ((large % 4) << (width - 2)) | low
+        return numbers
+
+
+def _unpack_class(source: _Unpacking, counts: list[int], largest: int) -> ClassChanges:
+    num, exceptions, *sparse = counts
+    if exceptions > num:
+        gaps, values = source.numbers(num, sparse[0]), source.numbers(num, sparse[1])
+        if num and int(values.max()) >= largest:
+            raise RefusedError(_NO_LIST)
+        return ClassChanges(gaps, values + np.uint32(1))
+    bits = source.take_bits((num - exceptions + 7) // 8)
+    gaps = source.numbers(num, sparse[0])
+    between, rest = source.numbers(exceptions, sparse[1]), source.numbers(exceptions, sparse[2])
+    return ClassChanges(gaps, _merge(bits, num, between, rest, largest))
+
+
+def _merge(bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) -> Numbers:
     places = _places(gaps, num)
-    if places is None or (rest.size and int(rest.max()) > largest - 3):
-        return None
+    if rest.size and int(rest.max()) > largest - 3:
+        raise RefusedError(_NO_LIST)
     values = np.empty(num, np.uint32)
     is_step = np.ones(num, bool)
     is_step[places] = False
@@ -106,53 +240,23 @@ def _merge(bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) ->
     return values
 
 
-def _places(gaps: Numbers, num: int) -> NDArray[np.int64] | None:
+def _places(gaps: Numbers, num: int) -> NDArray[np.int64]:
     places = np.cumsum(gaps, dtype=np.uint64) + np.arange(gaps.size, dtype=np.uint64)
-    return None if gaps.size and int(places[-1]) >= num else places.astype(np.int64)
+    if gaps.size and int(places[-1]) >= num:
+        raise RefusedError(_NO_LIST)
+    return places.astype(np.int64)
 
 
-def _pack_numbers(numbers: Numbers) -> PackedNumbers:
-    places = np.flatnonzero(numbers)
-    if 2 * places.size >= numbers.size:
-        return PackedNumbers(tokenise(numbers))
-    gaps = (np.diff(places, prepend=-1) - 1).astype(np.uint32)
-    return PackedNumbers(tokenise(gaps), tokenise(numbers[places] - np.uint32(1)))
-
-
-def _unpack_numbers(packed: PackedNumbers, num: int) -> Numbers | None:
-    plain = _detokenise(packed.plain)
-    if packed.others is None or plain is None:
-        return plain
-    others, places = _detokenise(packed.others), _places(plain, num)
-    if others is None or places is None:
-        return None
-    numbers = np.zeros(num, np.uint32)
-    numbers[places] = others + np.uint32(1)
-    return numbers
-
-
-def tokenise(numbers: Numbers) -> TokenList:
+def tokenise(numbers: Numbers) -> tuple[Bytes, Bytes]:
     """Below 16 the token is the number; above, four tokens for each power of two, and the lower bits apart."""
     is_large = numbers >= 16
     width = _bit_widths(numbers[is_large])
     tokens = numbers.astype(np.uint8)
     tokens[is_large] = 16 + (width - 4) * 4 + ((numbers[is_large] >> (width - 2)) & 3)
-    return TokenList(tokens, _pack(numbers[is_large], width - 2))
+    return tokens, _pack(numbers[is_large], width - 2)
 
 
-def _detokenise(packed: TokenList) -> Numbers | None:
-    tokens = packed.tokens
-    if tokens.size and int(tokens.max()) > 127:
-        return None
-    numbers = tokens.astype(np.uint32)
-    is_large = tokens >= 16
-    large = numbers[is_large] - 16
-    width = large // 4 + 4
-    if (int((width - 2).sum()) + 7) // 8 != packed.bits.size:
-        return None
-    low = _unpack(packed.bits, width - 2)
-    numbers[is_large] = (np.uint32(1) << width) | ((large % 4) << (width - 2)) | low
-    return numbers
+# -- scanning and applying --------------------------------------------------------------------------------------------
 
 
 class _NumpyScanner:
@@ -188,10 +292,14 @@ class _NumpyScanner:
 
 
 class _NumpyApplier:
-    def __init__(self, thresholds: Numbers, changes: Sequence[ClassChanges]) -> None:
-        self._thresholds, self._changes = thresholds, changes
-        self._ranks = [np.cumsum(c.gaps, dtype=np.int64) + np.arange(c.gaps.size) for c in changes]
-        self._passed, self._done = [0] * len(changes), [0] * len(changes)
+    def __init__(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> None:
+        self._thresholds = thresholds
+        cuts = changes.ends[:-1].astype(np.int64)
+        self._values = np.split(changes.values, cuts)
+        self._ranks = [np.cumsum(g, dtype=np.int64) + np.arange(g.size) for g in np.split(changes.gaps, cuts)]
+        if any(ranks.size and ranks[-1] >= elements for ranks in self._ranks):
+            raise RefusedError(BEYOND)
+        self._passed, self._done = [0] * len(self._ranks), [0] * len(self._ranks)
 
     def feed(self, elements: Elements) -> None:
         classes = np.searchsorted(self._thresholds, _magnitudes(elements), side="right")
@@ -200,11 +308,14 @@ class _NumpyApplier:
             first, passed = self._done[number], self._passed[number]
             last = int(np.searchsorted(ranks, passed + members.size))
             places = members[ranks[first:last] - passed]
-            elements[places] += _unzigzag(self._changes[number].values[first:last], elements.dtype)
+            elements[places] += _unzigzag(self._values[number][first:last], elements.dtype)
             self._done[number], self._passed[number] = last, passed + members.size
 
     def is_done(self) -> bool:
         return self._done == [ranks.size for ranks in self._ranks]
+
+    def close(self) -> None:
+        pass
 
 
 def _magnitudes(elements: Elements) -> Elements:

@@ -12,6 +12,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,10 @@ def decode(encoding: str, payload: bytes, old: Bytes, width: int) -> Bytes:
 
 def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
     elements = old.view(f"<u{width}").copy()
+    _check(len(payload) >= 2, "it ends too early")
     layout, num_thresholds = payload[0], payload[1]
-    _check(layout == 1, f"layout {layout}")
+    _check(layout == 2, f"layout {layout}")
+    _check(len(payload) >= 2 + 4 * num_thresholds, "it ends too early")
     thresholds = np.frombuffer(payload, "<u4", num_thresholds, 2)
     reader = _Reader(payload, 2 + 4 * num_thresholds)
     sign_off = elements.dtype.type((1 << (8 * width - 1)) - 1)
@@ -93,43 +96,73 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
         segment = elements[begin : begin + size]
         # A class is how many thresholds the old bits without their sign reach.
         classes = np.searchsorted(thresholds, segment & sign_off, side="right")
-        for number in range(num_thresholds + 1):
-            members = np.flatnonzero(classes == number)
-            count = reader.number()
-            if not count:
-                continue
-            num_exceptions = reader.number()
-            bits = reader.take((max(0, count - num_exceptions) + 7) // 8)
-            gaps = reader.numbers(count)
-            if num_exceptions == count + 1:
-                steps = _unzigzag(reader.numbers(count) + 1)
-                _change(segment, members, gaps, steps)
-                continue
-            exception_gaps = reader.numbers(num_exceptions)
-            exceptions = reader.numbers(num_exceptions)
-            _change(segment, members, gaps, _steps(count, bits, exception_gaps, exceptions))
+        counts = [_class_counts(reader) for _ in range(num_thresholds + 1)]
+        reader.take_tokens(sum(of_list.tokens for of_class in counts for of_list in of_class.lists))
+        for number, of_class in enumerate(counts):
+            if of_class.changes:
+                gaps, steps = _changes(reader, of_class)
+                _change(segment, np.flatnonzero(classes == number), gaps, steps)
         begin += size
     _check(reader.at == len(payload), "bytes behind the end")
     return elements.view(np.uint8)
+
+
+@dataclass
+class _List:
+    """How many numbers; when most of them are 0, how many are not."""
+
+    size: int
+    others: int | None
+
+    @property
+    def tokens(self) -> int:
+        return self.size if self.others is None else 2 * self.others
+
+
+@dataclass
+class _Class:
+    changes: int
+    exceptions: int
+    lists: list[_List]
+
+
+def _class_counts(reader: _Reader) -> _Class:
+    changes = reader.number()
+    if not changes:
+        return _Class(0, 0, [])
+    exceptions = reader.number()
+    _check(exceptions <= changes + 1, "more exceptions than changes")
+    sizes = [changes, changes] if exceptions > changes else [changes, exceptions, exceptions]
+    lists = []
+    for size in sizes:
+        sparse = reader.number() if size else 0
+        _check(sparse <= size + 1, "more numbers than there are")
+        lists.append(_List(size, sparse - 1 if sparse else None))
+    return _Class(changes, exceptions, lists)
+
+
+def _changes(reader: _Reader, counts: _Class) -> tuple[Array, Array]:
+    """Gaps, and new bits minus old bits, for each change."""
+    if counts.exceptions > counts.changes:
+        gaps, steps = (reader.numbers(of_list) for of_list in counts.lists)
+        return gaps, _unzigzag(steps + 1)
+    bits = reader.take((counts.changes - counts.exceptions + 7) // 8)
+    gaps, exception_gaps, exceptions = (reader.numbers(of_list) for of_list in counts.lists)
+    places = np.cumsum(exception_gaps) + np.arange(exceptions.size)
+    _check(not places.size or int(places[-1]) < counts.changes, "an exception behind the last change")
+    zigzag = np.empty(counts.changes, np.int64)
+    is_exception = np.zeros(counts.changes, bool)
+    is_exception[places] = True
+    units = np.unpackbits(np.frombuffer(bits, np.uint8), count=counts.changes - exceptions.size, bitorder="little")
+    zigzag[~is_exception] = 1 + units.astype(np.int64)
+    zigzag[is_exception] = exceptions + 3
+    return gaps, _unzigzag(zigzag)
 
 
 def _change(segment: Array, members: Array, gaps: Array, steps: Array) -> None:
     ranks = np.cumsum(gaps) + np.arange(gaps.size)
     _check(int(ranks[-1]) < members.size, "a change behind the end of its class")
     segment[members[ranks]] += steps.astype(segment.dtype)  # modulo 2 to the width
-
-
-def _steps(count: int, bits: bytes, exception_gaps: Array, exceptions: Array) -> Array:
-    """New bits minus old bits, for each change; ``exceptions`` are zigzag numbers less 3."""
-    places = np.cumsum(exception_gaps) + np.arange(exceptions.size)
-    _check(not places.size or int(places[-1]) < count, "an exception behind the last change")
-    zigzag = np.empty(count, np.int64)
-    is_exception = np.zeros(count, bool)
-    is_exception[places] = True
-    units = np.unpackbits(np.frombuffer(bits, np.uint8), count=count - exceptions.size, bitorder="little")
-    zigzag[~is_exception] = 1 + units.astype(np.int64)
-    zigzag[is_exception] = exceptions + 3
-    return _unzigzag(zigzag)
 
 
 def _unzigzag(zigzag: Array) -> Array:
@@ -141,6 +174,7 @@ class _Reader:
 
     def __init__(self, payload: bytes, at: int = 0) -> None:
         self._payload, self.at = payload, at
+        self._tokens = np.empty(0, np.int64)
 
     def take(self, size: int) -> bytes:
         _check(0 <= size <= len(self._payload) - self.at, "it ends too early")
@@ -158,39 +192,37 @@ class _Reader:
             shift += 7
             _check(shift < 63, "a number without end")
 
-    def numbers(self, count: int) -> Array:
-        """``count`` numbers; where most are 0, only the others with their places."""
-        if not count:
-            return np.empty(0, np.int64)
-        length = self.number()
-        if length:
-            return self._plain(count, length)
-        numbers = np.zeros(count, np.int64)
-        num_others = self.number()
-        if num_others:
-            _check(num_others <= count, "more numbers than there are")
-            places = np.cumsum(self._plain(num_others, self.number())) + np.arange(num_others)
-            _check(int(places[-1]) < count, "a number behind the end of its list")
-            numbers[places] = self._plain(num_others, self.number()) + 1
-        return numbers
-
-    def _plain(self, count: int, length: int) -> Array:
-        """Tokens, and the bits that the tokens do not say."""
-        stored = self.take(length)
+    def take_tokens(self, count: int) -> None:
+        """All tokens of a segment."""
+        stored = self.take(self.number()) if count else b""
         if len(stored) < count:
             frame = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+            _check(stored[:1] == b"\0", "a frame that states its size")
             try:
                 stored = frame.decompress(stored, max_output_size=count)
             except zstandard.ZstdError as error:
-                raise ValueError(f"zstd: {error}") from error
+                raise ValueError(f"damaged weights: zstd: {error}") from error
         _check(len(stored) == count, "tokens")
-        tokens = np.frombuffer(stored, np.uint8).astype(np.int64)
-        _check(int(tokens.max()) <= 127, "token above 127")
+        self._tokens = np.frombuffer(stored, np.uint8).astype(np.int64)
+
+    def numbers(self, of: _List) -> Array:
+        """The next list; where most are 0, only the others with their places."""
+        if of.others is None:
+            return self._plain(of.size)
+        numbers = np.zeros(of.size, np.int64)
+        places = np.cumsum(self._plain(of.others)) + np.arange(of.others)
+        _check(not of.others or int(places[-1]) < of.size, "a number behind the end of its list")
+        numbers[places] = self._plain(of.others) + 1
+        return numbers
+
+    def _plain(self, count: int) -> Array:
+        """The next tokens with the bits that they do not say."""
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        _check(not count or int(tokens.max()) <= 127, "token above 127")
         # Tokens below 16 are the number itself; then 4 tokens for each power of two from 16 on.
         exponent = np.where(tokens < 16, 0, 4 + (tokens - 16) // 4)
         num_bits = np.where(tokens < 16, 0, exponent - 2)
         total = int(num_bits.sum())
-        _check(self.number() == (total + 7) // 8, "bits of tokens")
         bits = np.unpackbits(np.frombuffer(self.take((total + 7) // 8), np.uint8), count=total, bitorder="little")
         numbers = np.where(tokens < 16, tokens, (4 + tokens % 4) << num_bits)
         at = 0

@@ -16,27 +16,30 @@ The page behind this module is ``docs/format-weights.md``, which has the layout 
 
 from __future__ import annotations
 
+import itertools
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import zstandard
 
 from milesbatch.weights.kernels import (
+    BEYOND,
     MAX_THRESHOLDS,
     Applier,
+    Bytes,
     ClassChanges,
     Elements,
     Kernels,
     Numbers,
-    PackedClass,
-    PackedNumbers,
-    TokenList,
+    PackedSegment,
+    RefusedError,
     key_shift,
 )
-from milesbatch.weights.payload import Cursor, corrupt, expect, varint
+from milesbatch.weights.payload import corrupt, expect, varint
 
-LAYOUT = 1
+LAYOUT = 2
 """First byte of every payload of this encoding."""
 
 MAX_CLASSES = 5
@@ -48,16 +51,18 @@ PIECE = 1 << 18
 SEGMENT = 1 << 23
 """Most elements that one set of lists covers; bounds how far a gap reaches."""
 
-CAPACITY = 1 << 20
+CAPACITY = 1 << 19
 """Most changes of a segment, which bounds a thread's memory; where there are more, segments are shorter."""
 
 Reached = Callable[[int], None]
 """Told after each piece how many elements are done, while that piece is still in the processor's cache."""
 
-_SAMPLE_RUN, _SAMPLE_RUNS, _SAMPLE_SHARE, _MOST_RUNS = 1024, 32, 32, 256
+_SAMPLE_RUN, _SAMPLE_RUNS, _SAMPLE_SHARE, _MOST_RUNS = 1024, 16, 32, 256
 """The sample: runs of so many elements, at least so many of them, one element in so many, but at most so many runs."""
 _BITS_FOR_A_CLASS = 300.0
 """What one more class costs: its counts, and the tables of the entropy stage."""
+_TOKENS_FOR_A_TABLE = 256
+"""Lists with fewer tokens than that share a block, and so a table, with those behind them."""
 
 
 def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: Reached) -> tuple[bytes, int] | None:
@@ -76,10 +81,8 @@ def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: R
             if length <= CAPACITY:
                 return None
             continue
-        parts.append(varint(stop - begin))
-        for of_class in changes:
-            _put_class(parts, of_class, kernels)
-            changed += of_class.gaps.size
+        parts += [varint(stop - begin), *pack_segment(changes, kernels)]
+        changed += sum(of_class.gaps.size for of_class in changes)
         begin = stop
     return b"".join(parts), changed
 
@@ -93,8 +96,10 @@ class StepsChange:
         """Raises:
         CorruptArtefactError: its beginning does not fit such elements.
         """
-        self._cursor, self._left, self._element_bytes, self._kernels = Cursor(payload), size, element_bytes, kernels
-        self._thresholds = _take_thresholds(self._cursor, element_bytes)
+        self._payload, self._left, self._kernels = np.frombuffer(payload, np.uint8), size, kernels
+        self._largest = (1 << 8 * element_bytes) - 1
+        self._thresholds = np.array(_take_thresholds(payload, element_bytes), np.uint32)
+        self._at = 2 + 4 * len(self._thresholds)
         self._applier: Applier | None = None
         self._segment_left = 0
 
@@ -109,21 +114,31 @@ class StepsChange:
     def finish(self) -> None:
         self._close_segment()
         expect(self._left == 0, f"{self._left} elements have no segment")
-        expect(self._cursor.left == 0, f"{self._cursor.left} bytes follow its end")
+        left = self._payload.size - self._at
+        expect(left == 0, f"{left} bytes follow its end")
 
     def _open_segment(self) -> None:
         self._close_segment()
-        size = self._cursor.number(min(SEGMENT, self._left))
-        is_whole = size > 0 and (size % PIECE == 0 or size == self._left)
-        expect(is_whole, f"a segment of {size} elements where {self._left} are left")
-        changes = _take_classes(self._cursor, len(self._thresholds) + 1, size, self._element_bytes, self._kernels)
-        self._applier = self._kernels.applier(self._thresholds, changes)
+        payload, kernels, num_classes = self._payload, self._kernels, len(self._thresholds) + 1
+        try:
+            counts = kernels.counts(payload, self._at, num_classes, min(SEGMENT, self._left), CAPACITY)
+            size, behind = counts.elements, counts.at + counts.stored
+            is_whole = size > 0 and (size % PIECE == 0 or size == self._left)
+            expect(is_whole, f"a segment of {size} elements where {self._left} are left")
+            tokens = _decompress(payload[counts.at : behind], counts.tokens)
+            changes, self._at = kernels.unpack(counts, tokens, payload, behind, self._largest)
+            self._applier = kernels.applier(self._thresholds, changes, size)
+        except RefusedError as error:
+            raise corrupt(str(error)) from error
         self._segment_left = size
         self._left -= size
 
     def _close_segment(self) -> None:
-        is_done = self._applier is None or self._applier.is_done()
-        expect(is_done, "a changed position lies beyond the end of its class")
+        if self._applier is None:
+            return
+        expect(self._applier.is_done(), BEYOND)
+        self._applier.close()
+        self._applier = None
 
 
 def choose_thresholds(before: Elements, after: Elements, kernels: Kernels) -> Numbers:
@@ -151,100 +166,56 @@ def _scan(
     return scanner.changes()
 
 
-# -- one class of one segment -----------------------------------------------------------------------------------------
+# -- one segment ------------------------------------------------------------------------------------------------------
 
 
-def _put_class(parts: list[bytes], changes: ClassChanges, kernels: Kernels) -> None:
-    parts.append(varint(changes.gaps.size))
-    if not changes.gaps.size:
-        return
+def pack_segment(changes: Sequence[ClassChanges], kernels: Kernels) -> list[bytes]:
+    """What follows a segment's count of elements in the payload: counts, tokens through the entropy stage, bits."""
     packed = kernels.pack(changes)
-    parts += [varint(packed.exceptions), packed.directions.tobytes()]
-    for numbers in packed.numbers:
-        if numbers.others is not None:
-            parts += [varint(0), varint(numbers.plain.tokens.size)]
-        _put_list(parts, numbers.plain)
-        if numbers.others is not None:
-            _put_list(parts, numbers.others)
+    parts = [packed.counts.tobytes()]
+    if packed.tokens.size:
+        stored = _compress(packed)
+        parts += [varint(len(stored)), stored]
+    return [*parts, packed.bits.tobytes()]
 
 
-def _put_list(parts: list[bytes], numbers: TokenList) -> None:
-    """Tokens (compressed where that helps; a stored length of all tokens says that it did not) and then their bits."""
-    if not numbers.tokens.size:
-        return
-    packed: bytes = _zstd().compressor.compress(numbers.tokens.data)
-    if len(packed) >= numbers.tokens.size:
-        packed = numbers.tokens.tobytes()
-    parts += [varint(len(packed)), packed, varint(numbers.bits.size), numbers.bits.tobytes()]
+def _compress(packed: PackedSegment) -> bytes:
+    """One frame with a block for each list: their tokens are spread differently, and each block may have its own table. As they
+    are, when that is no longer: a stored length of all tokens says so."""
+    stream = _zstd().compressor.compressobj()
+    begin, frame, tokens = 0, [], packed.tokens.data
+    for end in packed.ends[:-1]:
+        if end - begin >= _TOKENS_FOR_A_TABLE:
+            frame += [stream.compress(tokens[begin:end]), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+            begin = end
+    frame += [stream.compress(tokens[begin:]), stream.flush()]
+    stored = b"".join(frame)
+    return stored if len(stored) < packed.tokens.size else packed.tokens.tobytes()
 
 
-def _take_classes(
-    cursor: Cursor, num_classes: int, size: int, element_bytes: int, kernels: Kernels
-) -> list[ClassChanges]:
-    classes: list[ClassChanges] = []
-    left = min(size, CAPACITY)
-    for _ in range(num_classes):
-        num = cursor.number(left)
-        left -= num
-        classes.append(_take_class(cursor, num, element_bytes, kernels))
-    return classes
+def _decompress(stored: Bytes, num: int) -> Bytes:
+    if stored.size == num:
+        return stored
+    # A header of one byte 0: no content size. The decompressor would believe a stated one, and allocate it.
+    expect(stored.size > 0 and stored[0] == 0, "a frame with a header that no encoder writes")
+    try:
+        tokens = _zstd().decompressor.decompress(stored.data, max_output_size=num, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise corrupt(f"zstd: {error}") from error
+    expect(len(tokens) == num, f"{len(tokens)} tokens where {num} are due")
+    return np.frombuffer(tokens, np.uint8)
 
 
-def _take_class(cursor: Cursor, num: int, element_bytes: int, kernels: Kernels) -> ClassChanges:
-    if not num:
-        return ClassChanges(np.empty(0, np.uint32), np.empty(0, np.uint32))
-    exceptions = cursor.number(num + 1)
-    directions = np.frombuffer(cursor.take((max(0, num - exceptions) + 7) // 8), np.uint8)
-    sizes = (num, num) if exceptions > num else (num, exceptions, exceptions)
-    packed = PackedClass(num, exceptions, directions, tuple(_take_numbers(cursor, size) for size in sizes))
-    changes = kernels.unpack(packed, (1 << 8 * element_bytes) - 1)
-    if changes is None:
-        raise corrupt("lists that no changes give")
-    return changes
-
-
-# -- numbers -------------------------------------------------------------------------------------------------------------
-
-
-def _take_numbers(cursor: Cursor, num: int) -> PackedNumbers:
-    if not num:
-        return PackedNumbers(_NOTHING)
-    if stored := cursor.number(num):
-        return PackedNumbers(_take_list(cursor, num, stored))
-    others = cursor.number(num)
-    if not others:
-        return PackedNumbers(_NOTHING, _NOTHING)
-    plain = _take_list(cursor, others, cursor.number(others))
-    return PackedNumbers(plain, _take_list(cursor, others, cursor.number(others)))
-
-
-def _take_list(cursor: Cursor, num: int, length: int) -> TokenList:
-    stored = cursor.take(length)
-    if length < num:
-        # A header of one byte 0: no content size. The decompressor would believe a stated one, and allocate it.
-        expect(length > 0 and stored[0] == 0, "a frame with a header that no encoder writes")
-        try:
-            stored = memoryview(_zstd().decompressor.decompress(stored, max_output_size=num, allow_extra_data=False))
-        except zstandard.ZstdError as error:
-            raise corrupt(f"zstd: {error}") from error
-    expect(len(stored) == num, f"{len(stored)} tokens where {num} are due")
-    bits = cursor.take(cursor.number(4 * num))
-    return TokenList(np.frombuffer(stored, np.uint8), np.frombuffer(bits, np.uint8))
-
-
-_NOTHING = TokenList(np.empty(0, np.uint8), np.empty(0, np.uint8))
-
-
-def _take_thresholds(cursor: Cursor, element_bytes: int) -> Numbers:
-    layout, num = cursor.take(2)
+def _take_thresholds(payload: memoryview, element_bytes: int) -> tuple[int, ...]:
+    expect(len(payload) >= 2, f"it ends after {len(payload)} bytes")
+    layout, num = payload[0], payload[1]
     expect(layout == LAYOUT, f"layout {layout} of steps-zstd; this reader knows {LAYOUT}")
     expect(num <= MAX_THRESHOLDS, f"{num} thresholds; {MAX_THRESHOLDS} are the most")
-    thresholds = np.frombuffer(cursor.take(4 * num), "<u4").astype(np.uint32)
-    largest = (1 << 8 * element_bytes - 1) - 1
-    ascend = num == 0 or (
-        thresholds[0] >= 1 and thresholds[-1] <= largest and bool((np.diff(thresholds.astype(np.int64)) > 0).all())
-    )
-    expect(bool(ascend), f"thresholds {thresholds.tolist()} for elements of {element_bytes} bytes")
+    expect(len(payload) >= 2 + 4 * num, f"it ends after {len(payload)} bytes, within its {num} thresholds")
+    thresholds: tuple[int, ...] = struct.unpack_from(f"<{num}I", payload, 2)
+    bounds = (0, *thresholds, 1 << 8 * element_bytes - 1)
+    ascend = all(low < high for low, high in itertools.pairwise(bounds))
+    expect(ascend, f"thresholds {list(thresholds)} for elements of {element_bytes} bytes")
     return thresholds
 
 

@@ -4,101 +4,122 @@
  * mask function of that set. */
 
 
-#define DEFINE_LOOPS(SET, TARGET, SELECT)                                                                               \
-    TARGET static inline INLINE int NAMED(scan_by, BITS, SET)(const void *before_, const void *after_, uint64_t n,      \
-                                             const uint32_t *thresholds, int num, uint64_t *runs, uint64_t *counts,     \
-                                             uint64_t capacity, uint32_t *gaps, uint32_t *values) {                     \
+#define DEFINE_LOOPS(SET, TARGET, DEPOSIT)                                                                              \
+    TARGET static inline INLINE unsigned NAMED(class_of, BITS, SET)(ELEMENT element, const uint32_t *thresholds, int num) { \
+        const uint32_t magnitude = element & (ELEMENT)((ELEMENT)~(ELEMENT)0 >> 1);                                      \
+        unsigned c = 0;                                                                                                 \
+        UNROLL                                                                                                          \
+        for (int j = 0; j < num; j++) c += magnitude >= thresholds[j];                                                  \
+        return c;                                                                                                       \
+    }                                                                                                                   \
+                                                                                                                        \
+    TARGET static inline INLINE int NAMED(scan_by, BITS, SET)(                                                          \
+        const void *before_, const void *after_, uint64_t n, const uint32_t *thresholds, int num, uint64_t *passed_,    \
+        uint64_t *last, uint64_t *counts, uint64_t capacity, uint32_t *gaps, uint32_t *values) {                        \
         const ELEMENT *before = before_, *after = after_;                                                               \
-        uint64_t reach[MAX_THRESHOLDS + 1], run[MAX_THRESHOLDS + 1], count[MAX_THRESHOLDS + 1], changed, total = 0;     \
-        for (int c = 0; c <= num; c++) run[c] = runs[c], total += count[c] = counts[c];                                 \
-        for (uint64_t begin = 0; begin < n; begin += 64) {                                                              \
-            const unsigned size = n - begin < 64 ? (unsigned)(n - begin) : 64;                                          \
+        uint64_t reach[CLASSES] = {0}, passed[CLASSES] = {0}, changed, total = 0;                                       \
+        uint64_t mine[CHUNK / 64][CLASSES], so_far[CHUNK / 64][CLASSES];                                                \
+        uint16_t places[CHUNK + 8];                                                                                     \
+        UNROLL                                                                                                          \
+        for (int c = 0; c <= num; c++) passed[c] = passed_[c], total += counts[c];                                      \
+        for (uint64_t begin = 0; begin < n; begin += CHUNK) {                                                           \
+            const unsigned length = n - begin < CHUNK ? (unsigned)(n - begin) : CHUNK;                                  \
             const ELEMENT *old = before + begin, *new = after + begin;                                                  \
-            NAMED(masks, BITS, SET)(old, new, size, thresholds, num, &changed, reach);                                  \
-            total += count_ones(changed);                                                                               \
-            if (total > capacity) return 1;                                                                             \
-            uint64_t members = first_bits(size);                                                                        \
-            for (int c = 0; c <= num; c++) {                                                                            \
-                const uint64_t above = c < num ? reach[c] : 0;                                                          \
-                const uint64_t mine = members & ~above;                                                                 \
-                uint64_t left = changed & mine, since = run[c];                                                         \
-                if (left) {                                                                                             \
-                    uint32_t *gap = gaps + (uint64_t)c * capacity, *value = values + (uint64_t)c * capacity;            \
-                    uint64_t k = count[c];                                                                              \
-                    do {                                                                                                \
-                        const unsigned place = lowest_one(left);                                                        \
-                        const uint64_t rank = count_ones(mine & ((UINT64_C(1) << place) - 1));                          \
-                        const ELEMENT step = (ELEMENT)(new[place] - old[place]);                                        \
-                        gap[k] = (uint32_t)(since + rank);                                                              \
-                        value[k++] = ZIGZAG(step, BITS, ELEMENT);                                                       \
-                        since = (uint64_t)0 - (rank + 1);                                                               \
-                        left &= left - 1;                                                                               \
-                    } while (left);                                                                                     \
-                    count[c] = k;                                                                                       \
+            uint16_t *end = places;                                                                                     \
+            for (unsigned at = 0; at < length; at += 64) {                                                              \
+                const unsigned size = length - at < 64 ? length - at : 64;                                              \
+                fetch_ahead(old + at, sizeof(ELEMENT) * 64);                                                            \
+                fetch_ahead(new + at, sizeof(ELEMENT) * 64);                                                            \
+                NAMED(masks, BITS, SET)(old + at, new + at, size, thresholds, num, &changed, reach);                    \
+                end = put_places(changed, at, end);                                                                     \
+                uint64_t members = first_bits(size);                                                                    \
+                UNROLL                                                                                                  \
+                for (int c = 0; c <= num; c++) {                                                                        \
+                    const uint64_t above = c < num ? reach[c] : 0;                                                      \
+                    mine[at / 64][c] = members & ~above;                                                                \
+                    so_far[at / 64][c] = passed[c];                                                                     \
+                    passed[c] += count_ones(members & ~above);                                                          \
+                    members = above;                                                                                    \
                 }                                                                                                       \
-                run[c] = since + count_ones(mine);                                                                      \
-                members = above;                                                                                        \
+            }                                                                                                           \
+            total += (uint64_t)(end - places);                                                                          \
+            if (total > capacity) return 1;                                                                             \
+            for (const uint16_t *place = places; place < end; place++) {                                                \
+                const ELEMENT from = old[*place], step = (ELEMENT)(new[*place] - from);                                 \
+                const unsigned c = NAMED(class_of, BITS, SET)(from, thresholds, num), block = *place / 64;              \
+                const uint64_t below = (UINT64_C(1) << (*place & 63)) - 1;                                              \
+                const uint64_t rank = so_far[block][c] + count_ones(mine[block][c] & below);                            \
+                const uint64_t k = c * capacity + counts[c]++;                                                          \
+                gaps[k] = (uint32_t)(rank - last[c]);                                                                   \
+                values[k] = ZIGZAG(step, BITS, ELEMENT);                                                                \
+                last[c] = rank + 1;                                                                                     \
             }                                                                                                           \
         }                                                                                                               \
-        for (int c = 0; c <= num; c++) runs[c] = run[c], counts[c] = count[c];                                          \
+        UNROLL                                                                                                          \
+        for (int c = 0; c <= num; c++) passed_[c] = passed[c];                                                          \
         return 0;                                                                                                       \
     }                                                                                                                   \
                                                                                                                         \
-    TARGET static inline INLINE void NAMED(apply_by, BITS, SET)(void *elements_, uint64_t n, const uint32_t *thresholds, int num, \
-                                               uint64_t *ahead, uint64_t *cursors, const uint64_t *ends,                \
-                                               const uint32_t *gaps, const uint32_t *values) {                          \
+    TARGET static inline INLINE void NAMED(apply_by, BITS, SET)(                                                        \
+        void *elements_, uint64_t n, const uint32_t *thresholds, int num, uint64_t *passed_, uint64_t *cursors,         \
+        const uint8_t *maps, uint64_t map_bytes, const uint32_t *values) {                                              \
         ELEMENT *elements = elements_;                                                                                  \
-        uint64_t reach[MAX_THRESHOLDS + 1], next[MAX_THRESHOLDS + 1], changed;                                          \
-        for (int c = 0; c <= num; c++) next[c] = ahead[c];                                                              \
-        for (uint64_t begin = 0; begin < n; begin += 64) {                                                              \
-            const unsigned size = n - begin < 64 ? (unsigned)(n - begin) : 64;                                          \
-            ELEMENT *block = elements + begin;                                                                          \
-            NAMED(masks, BITS, SET)(block, 0, size, thresholds, num, &changed, reach);                                  \
-            uint64_t members = first_bits(size);                                                                        \
-            for (int c = 0; c <= num; c++) {                                                                            \
-                const uint64_t above = c < num ? reach[c] : 0;                                                          \
-                const uint64_t mine = members & ~above, total = count_ones(mine);                                       \
-                uint64_t rank = next[c];                                                                                \
-                if (rank < total) {                                                                                     \
-                    uint64_t k = cursors[c];                                                                            \
-                    const uint64_t end = ends[c];                                                                       \
-                    do {                                                                                                \
-                        ELEMENT *element = block + SELECT(mine, rank);                                                  \
-                        *element = (ELEMENT)(*element + UNZIGZAG((ELEMENT)values[k], ELEMENT));                         \
-                        rank += ++k < end ? (uint64_t)gaps[k] + 1 : NEVER;                                              \
-                    } while (rank < total);                                                                             \
-                    cursors[c] = k;                                                                                     \
+        uint64_t reach[CLASSES] = {0}, passed[CLASSES] = {0}, changed;                                                  \
+        uint16_t places[CHUNK + 8];                                                                                     \
+        UNROLL                                                                                                          \
+        for (int c = 0; c <= num; c++) passed[c] = passed_[c];                                                          \
+        for (uint64_t begin = 0; begin < n; begin += CHUNK) {                                                           \
+            const unsigned length = n - begin < CHUNK ? (unsigned)(n - begin) : CHUNK;                                  \
+            ELEMENT *chunk = elements + begin;                                                                          \
+            uint16_t *end = places;                                                                                     \
+            for (unsigned at = 0; at < length; at += 64) {                                                              \
+                const unsigned size = length - at < 64 ? length - at : 64;                                              \
+                fetch_ahead(chunk + at, sizeof(ELEMENT) * 64);                                                          \
+                NAMED(masks, BITS, SET)(chunk + at, 0, size, thresholds, num, &changed, reach);                         \
+                uint64_t members = first_bits(size);                                                                    \
+                changed = 0;                                                                                            \
+                UNROLL                                                                                                  \
+                for (int c = 0; c <= num; c++) {                                                                        \
+                    const uint64_t above = c < num ? reach[c] : 0, mine = members & ~above;                             \
+                    changed |= DEPOSIT(bits_from(maps + (uint64_t)c * map_bytes, passed[c]), mine);                     \
+                    passed[c] += count_ones(mine);                                                                      \
+                    members = above;                                                                                    \
                 }                                                                                                       \
-                next[c] = rank - total;                                                                                 \
-                members = above;                                                                                        \
+                end = put_places(changed, at, end);                                                                     \
+            }                                                                                                           \
+            for (const uint16_t *place = places; place < end; place++) {                                                \
+                const ELEMENT from = chunk[*place];                                                                     \
+                const unsigned c = NAMED(class_of, BITS, SET)(from, thresholds, num);                                   \
+                const ELEMENT value = (ELEMENT)values[cursors[c]++];                                                    \
+                chunk[*place] = (ELEMENT)(from + UNZIGZAG(value, ELEMENT));                                             \
             }                                                                                                           \
         }                                                                                                               \
-        for (int c = 0; c <= num; c++) ahead[c] = next[c];                                                              \
+        UNROLL                                                                                                          \
+        for (int c = 0; c <= num; c++) passed_[c] = passed[c];                                                          \
     }                                                                                                                   \
-                                                                                                                        \
-    TARGET static int NAMED(scan, BITS, SET)(const void *before, const void *after, uint64_t n, const uint32_t *thresholds, \
-                                             int num, uint64_t *runs, uint64_t *counts, uint64_t capacity, uint32_t *gaps, \
-                                             uint32_t *values) {                                                        \
+    TARGET static int NAMED(scan, BITS, SET)(const void *before, const void *after, uint64_t n,                         \
+                                             const uint32_t *thresholds, int num, uint64_t *passed, uint64_t *last,     \
+                                             uint64_t *counts, uint64_t capacity, uint32_t *gaps, uint32_t *values) {   \
         switch (num) {                                                                                                  \
-        case 0: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 0, runs, counts, capacity, gaps, values); \
-        case 1: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 1, runs, counts, capacity, gaps, values); \
-        case 2: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 2, runs, counts, capacity, gaps, values); \
-        case 3: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 3, runs, counts, capacity, gaps, values); \
-        case 4: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 4, runs, counts, capacity, gaps, values); \
-        default: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, num, runs, counts, capacity, gaps, values); \
+        case 0: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 0, passed, last, counts, capacity, gaps, values); \
+        case 1: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 1, passed, last, counts, capacity, gaps, values); \
+        case 2: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 2, passed, last, counts, capacity, gaps, values); \
+        case 3: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 3, passed, last, counts, capacity, gaps, values); \
+        case 4: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, 4, passed, last, counts, capacity, gaps, values); \
+        default: return NAMED(scan_by, BITS, SET)(before, after, n, thresholds, num, passed, last, counts, capacity, gaps, values); \
         }                                                                                                               \
     }                                                                                                                   \
                                                                                                                         \
-    TARGET static void NAMED(apply, BITS, SET)(void *elements, uint64_t n, const uint32_t *thresholds, int num, uint64_t *ahead, \
-                                               uint64_t *cursors, const uint64_t *ends, const uint32_t *gaps,           \
-                                               const uint32_t *values) {                                                \
+    TARGET static void NAMED(apply, BITS, SET)(void *elements, uint64_t n, const uint32_t *thresholds, int num,         \
+                                               uint64_t *passed, uint64_t *cursors, const uint8_t *maps,                \
+                                               uint64_t map_bytes, const uint32_t *values) {                            \
         switch (num) {                                                                                                  \
-        case 0: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 0, ahead, cursors, ends, gaps, values); break;      \
-        case 1: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 1, ahead, cursors, ends, gaps, values); break;      \
-        case 2: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 2, ahead, cursors, ends, gaps, values); break;      \
-        case 3: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 3, ahead, cursors, ends, gaps, values); break;      \
-        case 4: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 4, ahead, cursors, ends, gaps, values); break;      \
-        default: NAMED(apply_by, BITS, SET)(elements, n, thresholds, num, ahead, cursors, ends, gaps, values); break;   \
+        case 0: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 0, passed, cursors, maps, map_bytes, values); break; \
+        case 1: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 1, passed, cursors, maps, map_bytes, values); break; \
+        case 2: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 2, passed, cursors, maps, map_bytes, values); break; \
+        case 3: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 3, passed, cursors, maps, map_bytes, values); break; \
+        case 4: NAMED(apply_by, BITS, SET)(elements, n, thresholds, 4, passed, cursors, maps, map_bytes, values); break; \
+        default: NAMED(apply_by, BITS, SET)(elements, n, thresholds, num, passed, cursors, maps, map_bytes, values); break; \
         }                                                                                                               \
     }
 
@@ -110,10 +131,10 @@
 #define ELEMENT uint32_t
 #endif
 
-DEFINE_LOOPS(portable, , select_portable)
+DEFINE_LOOPS(portable, , deposit_portable)
 #if HAS_X86
-DEFINE_LOOPS(avx2, AVX2, select_bmi2)
-DEFINE_LOOPS(avx512, AVX512, select_bmi2)
+DEFINE_LOOPS(avx2, AVX2, deposit_bmi2)
+DEFINE_LOOPS(avx512, AVX512, deposit_bmi2)
 #endif
 
 #undef ELEMENT

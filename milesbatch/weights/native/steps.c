@@ -14,7 +14,9 @@
 #include <string.h>
 
 #define MAX_THRESHOLDS 7
-#define NEVER (UINT64_C(1) << 62)
+#define CLASSES (MAX_THRESHOLDS + 1)
+#define AHEAD 2048 /* bytes */
+#define CHUNK 4096 /* elements whose changes are found first and made then */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_X86 1
@@ -25,17 +27,12 @@
 
 /* The loops are made for each small number of thresholds, so that those over classes are unrolled. */
 #define INLINE __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
 #define JOIN3(a, b, c) a##_##b##_##c
 #define NAMED(a, b, c) JOIN3(a, b, c)
 
 static inline unsigned count_ones(uint64_t mask) { return (unsigned)__builtin_popcountll(mask); }
 static inline unsigned lowest_one(uint64_t mask) { return (unsigned)__builtin_ctzll(mask); }
-
-/* Place of the set bit that has `rank` set bits below it; rank < count_ones(mask). */
-static inline unsigned select_portable(uint64_t mask, uint64_t rank) {
-    while (rank--) mask &= mask - 1;
-    return lowest_one(mask);
-}
 
 static inline uint64_t first_bits(uint64_t n) { return n >= 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1; }
 
@@ -58,6 +55,37 @@ static inline void store_u64(uint8_t *to, uint64_t word) {
     for (int i = 0; i < 8; i++) to[i] = (uint8_t)(word >> (8 * i));
 }
 #endif
+
+/* Ask for the memory a few blocks ahead: the processor's own guess ends at each page. An address that is none does no harm. */
+static inline void fetch_ahead(const void *block, unsigned bytes) {
+    for (unsigned line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)block + AHEAD + line);
+}
+
+/* Append the places of set bits, from `base` on; returns the end. Four are always written, and 8 mostly: how many there are is what
+ * nothing can predict, and a wrong guess costs more than that. `end` has room for 8 more than are set. */
+static inline uint16_t *put_places(uint64_t mask, unsigned base, uint16_t *end) {
+    uint16_t *const stop = end + count_ones(mask);
+    
+    do {
+        for (int i = 0; i < 4; i++, mask &= mask - 1) *end++ = (uint16_t)(base + lowest_one(mask | UINT64_C(1) << 63));
+    } while (end < stop);
+    return stop;
+}
+
+/* Bit i of `bits` at the place of the i-th set bit of `mask`. */
+static inline uint64_t deposit_portable(uint64_t bits, uint64_t mask) {
+    uint64_t deposited = 0;
+    for (bits &= first_bits(count_ones(mask)); bits; bits >>= 1, mask &= mask - 1)
+        if (bits & 1) deposited |= mask & (0 - mask);
+    return deposited;
+}
+
+/* 64 bits of a map from bit `at` on; 8 bytes behind the last one that is asked for can be read. */
+static inline uint64_t bits_from(const uint8_t *map, uint64_t at) {
+    const uint8_t *from = map + (at >> 3);
+    const unsigned shift = at & 7;
+    return load_u64(from) >> shift | ((uint64_t)from[8] << 1) << (63 - shift);
+}
 
 /* Difference as a number: 2, 4, 6, ... for +1, +2, +3; 1, 3, 5, ... for -1, -2, -3 (in the width of the element). */
 #define ZIGZAG(step, bits, word) ((word)((word)((step) << 1) ^ (word)(0 - (word)((step) >> ((bits) - 1)))))
@@ -100,6 +128,7 @@ DEFINE_PORTABLE_MASKS(32)
         }                                                                                                               \
         const __m256i sign_off = SET1_##BITS((int)(UINT32_MAX >> (33 - BITS)));                                         \
         uint64_t differs = 0, at_least[MAX_THRESHOLDS] = {0};                                                           \
+        UNROLL                                                                                                          \
         for (int part = 0; part < 64; part += PER_REGISTER) {                                                           \
             const __m256i old = _mm256_loadu_si256((const __m256i *)(before + part));                                   \
             if (after) {                                                                                                \
@@ -108,11 +137,13 @@ DEFINE_PORTABLE_MASKS(32)
                 differs |= (~equal & first_bits(PER_REGISTER)) << part;                                                 \
             }                                                                                                           \
             const __m256i magnitude = _mm256_and_si256(old, sign_off);                                                  \
+            UNROLL                                                                                                      \
             for (int j = 0; j < num; j++)                                                                               \
                 at_least[j] |= (uint64_t)MOVEMASK(GREATER_##BITS(magnitude, SET1_##BITS((int)thresholds[j] - 1)))       \
                                << part;                                                                                 \
         }                                                                                                               \
         *changed = differs;                                                                                             \
+        UNROLL                                                                                                          \
         for (int j = 0; j < num; j++) reach[j] = at_least[j];                                                           \
     }
 
@@ -149,15 +180,18 @@ DEFINE_AVX2_MASKS(32, 8, movemask_32)
         }                                                                                                               \
         const __m512i sign_off = SET1((int)(UINT32_MAX >> (33 - BITS)));                                                \
         uint64_t differs = 0, at_least[MAX_THRESHOLDS] = {0};                                                           \
+        UNROLL                                                                                                          \
         for (int part = 0; part < 64; part += PER_REGISTER) {                                                           \
             const __m512i old = _mm512_loadu_si512(before + part);                                                      \
             if (after)                                                                                                  \
                 differs |= (uint64_t)_mm512_cmpneq_epi##BITS##_mask(old, _mm512_loadu_si512(after + part)) << part;     \
             const __m512i magnitude = _mm512_and_si512(old, sign_off);                                                  \
+            UNROLL                                                                                                      \
             for (int j = 0; j < num; j++)                                                                               \
                 at_least[j] |= (uint64_t)_mm512_cmpge_epi##BITS##_mask(magnitude, SET1((int)thresholds[j])) << part;    \
         }                                                                                                               \
         *changed = differs;                                                                                             \
+        UNROLL                                                                                                          \
         for (int j = 0; j < num; j++) reach[j] = at_least[j];                                                           \
     }
 
@@ -165,9 +199,7 @@ DEFINE_AVX512_MASKS(8, 64, _mm512_set1_epi8)
 DEFINE_AVX512_MASKS(16, 32, _mm512_set1_epi16)
 DEFINE_AVX512_MASKS(32, 16, _mm512_set1_epi32)
 
-AVX2 static inline unsigned select_bmi2(uint64_t mask, uint64_t rank) {
-    return (unsigned)_tzcnt_u64(_pdep_u64(UINT64_C(1) << rank, mask));
-}
+AVX2 static inline uint64_t deposit_bmi2(uint64_t bits, uint64_t mask) { return _pdep_u64(bits, mask); }
 
 #endif /* HAS_X86 */
 
@@ -206,26 +238,51 @@ int steps_level(int most) {
 #define DISPATCH(function, bits, ...) NAMED(function, bits, portable)(__VA_ARGS__)
 #endif
 
-/* Append the changes of n elements to the lists of their classes. `runs`: elements of each class since its last change;
- * `counts`: changes of each class so far; list c is gaps[c * capacity ...]. Returns 1, and leaves the lists unusable, when
- * there are more than `capacity` changes in all. */
+/* Append the changes of n elements to the lists of their classes. For each class: `passed`: its elements so far; `last`: how many
+ * of them up to its last change; `counts`: its changes so far; list c is gaps[c * capacity ...]. Returns 1, and leaves the
+ * lists unusable, when there are more than `capacity` changes in all. */
 int steps_scan(int bytes, const void *before, const void *after, uint64_t n, const uint32_t *thresholds, int num,
-               uint64_t *runs, uint64_t *counts, uint64_t capacity, uint32_t *gaps, uint32_t *values) {
+               uint64_t *passed, uint64_t *last, uint64_t *counts, uint64_t capacity, uint32_t *gaps, uint32_t *values) {
     switch (bytes) {
-    case 1: return DISPATCH(scan, 8, before, after, n, thresholds, num, runs, counts, capacity, gaps, values);
-    case 2: return DISPATCH(scan, 16, before, after, n, thresholds, num, runs, counts, capacity, gaps, values);
-    default: return DISPATCH(scan, 32, before, after, n, thresholds, num, runs, counts, capacity, gaps, values);
+    case 1: return DISPATCH(scan, 8, before, after, n, thresholds, num, passed, last, counts, capacity, gaps, values);
+    case 2: return DISPATCH(scan, 16, before, after, n, thresholds, num, passed, last, counts, capacity, gaps, values);
+    default: return DISPATCH(scan, 32, before, after, n, thresholds, num, passed, last, counts, capacity, gaps, values);
     }
 }
 
-/* Apply changes to n elements in place. `ahead`: elements of each class before its next change, from the first of these n on;
- * `cursors`, `ends`: where each class is in the common lists. */
-void steps_apply(int bytes, void *elements, uint64_t n, const uint32_t *thresholds, int num, uint64_t *ahead,
-                 uint64_t *cursors, const uint64_t *ends, const uint32_t *gaps, const uint32_t *values) {
+/* Where the changes of each class are among its elements, as a map of bits: bit r of map c is set when the element of class c before
+ * which there are r others changes. The caller has zeroed them. Maps are `map_bytes` apart. Returns 1 when one lies beyond
+ * `elements`, which no segment of so many has. */
+int steps_map(int classes, const uint64_t *ends, const uint32_t *gaps, uint64_t elements, uint8_t *maps, uint64_t map_bytes) {
+    uint64_t k = 0;
+    for (int c = 0; c < classes; c++, maps += map_bytes) {
+        uint64_t rank = 0;
+        for (; k < ends[c]; k++, rank++) {
+            rank += gaps[k];
+            if (rank >= elements) return 1;
+            maps[rank >> 3] |= (uint8_t)(1u << (rank & 7));
+        }
+    }
+    return 0;
+}
+
+/* Zeroes these maps again, for another segment. */
+void steps_unmap(int classes, const uint64_t *ends, const uint32_t *gaps, uint8_t *maps, uint64_t map_bytes) {
+    uint64_t k = 0;
+    for (int c = 0; c < classes; c++, maps += map_bytes) {
+        uint64_t rank = 0;
+        for (; k < ends[c]; k++, rank++) maps[(rank += gaps[k]) >> 3] = 0;
+    }
+}
+
+/* Apply changes to n elements in place. For each class: `passed`: its elements so far; `cursors`: where its next value is. No more
+ * elements may pass in all than the maps have bits, but for the last 16 bytes. */
+void steps_apply(int bytes, void *elements, uint64_t n, const uint32_t *thresholds, int num, uint64_t *passed,
+                 uint64_t *cursors, const uint8_t *maps, uint64_t map_bytes, const uint32_t *values) {
     switch (bytes) {
-    case 1: DISPATCH(apply, 8, elements, n, thresholds, num, ahead, cursors, ends, gaps, values); break;
-    case 2: DISPATCH(apply, 16, elements, n, thresholds, num, ahead, cursors, ends, gaps, values); break;
-    default: DISPATCH(apply, 32, elements, n, thresholds, num, ahead, cursors, ends, gaps, values); break;
+    case 1: DISPATCH(apply, 8, elements, n, thresholds, num, passed, cursors, maps, map_bytes, values); break;
+    case 2: DISPATCH(apply, 16, elements, n, thresholds, num, passed, cursors, maps, map_bytes, values); break;
+    default: DISPATCH(apply, 32, elements, n, thresholds, num, passed, cursors, maps, map_bytes, values); break;
     }
 }
 
@@ -275,20 +332,25 @@ static int64_t detokenise(const uint8_t *tokens, uint64_t n, const uint8_t *bits
 /* ---- one unit in the last place is a bit, the rest are exceptions ----------------------------------------------------- */
 
 /* values (zigzag, never 0): 1 and 2 become one bit each; others go to the exceptions with the count of values since the last one.
- * `bits` is zeroed by the caller, (n + 7) / 8 bytes. Returns the number of exceptions. */
+ * `bits` has room for 8 bytes more than it needs, `gaps` and `rest` for one number. Returns the number of exceptions. */
 static uint64_t steps_split(const uint32_t *values, uint64_t n, uint8_t *bits, uint32_t *gaps, uint32_t *rest) {
-    uint64_t exceptions = 0, last = 0, bit = 0;
+    uint64_t exceptions = 0, last = 0, pool = 0;
+    unsigned held = 0;
     for (uint64_t i = 0; i < n; i++) {
         const uint32_t value = values[i];
-        if (value <= 2) {
-            bits[bit >> 3] |= (uint8_t)((value - 1) << (bit & 7));
-            bit++;
-            continue;
+        const unsigned is_step = value <= 2;
+        gaps[exceptions] = (uint32_t)(i - last); /* written over when this is none */
+        rest[exceptions] = value - 3;
+        exceptions += !is_step;
+        last = is_step ? last : i + 1;
+        pool |= (uint64_t)(is_step & (value >> 1)) << held;
+        held += is_step;
+        if (held == 64) {
+            store_u64(bits, pool);
+            bits += 8, pool = 0, held = 0;
         }
-        gaps[exceptions] = (uint32_t)(i - last);
-        rest[exceptions++] = value - 3;
-        last = i + 1;
     }
+    store_u64(bits, pool);
     return exceptions;
 }
 
@@ -306,32 +368,52 @@ static int steps_merge(const uint8_t *bits, uint64_t n, const uint32_t *gaps, co
     return 0;
 }
 
-/* ---- one class of a segment, as lists ----------------------------------------------------------------------------------- */
+/* ---- all classes of a segment, as counts, tokens and bits ---------------------------------------------------------------- */
 
-/* One list of numbers: as it is, or, where most are 0, the zeros before each other one and these others less 1. */
+#define LISTS 3 /* gaps, and then all steps, or gaps of exceptions and exceptions */
+
+/* What the counts of one class say: changes; exceptions, or changes + 1 when nothing is split; and for each list 0, or, where
+ * most of its numbers are 0, one more than it has others. */
 typedef struct {
-    uint64_t is_sparse, first, first_bytes, second, second_bytes; /* tokens, and bytes of bits, of the one or two lists */
-} packed_numbers;
+    uint64_t changes, exceptions, sparse[LISTS];
+} class_counts;
+
+static inline uint64_t list_size(const class_counts *of, int list) {
+    if (list == 0) return of->changes;
+    if (of->exceptions <= of->changes) return of->exceptions;
+    return list == 1 ? of->changes : 0;
+}
+
+static inline uint64_t direction_bytes(const class_counts *of) {
+    return of->exceptions > of->changes ? 0 : (of->changes - of->exceptions + 7) / 8;
+}
 
 typedef struct {
-    uint8_t *tokens, *bits;
+    uint8_t *counts, *tokens, *bits;
+    uint64_t *ends; /* of each list's tokens, from the first token on */
+    const uint8_t *first_token;
     uint32_t *scratch;
 } packing;
 
-static uint64_t pack_plain(packing *to, const uint32_t *numbers, uint64_t n) {
-    const uint64_t bytes = (tokenise(numbers, n, to->tokens, to->bits) + 7) / 8;
-    to->tokens += n;
-    to->bits += bytes;
-    return bytes;
+static void put_count(packing *to, uint64_t number) {
+    for (; number >= 0x80; number >>= 7) *to->counts++ = (uint8_t)(number | 0x80);
+    *to->counts++ = (uint8_t)number;
 }
 
-static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n, packed_numbers *packed) {
+static void pack_plain(packing *to, const uint32_t *numbers, uint64_t n) {
+    if (!n) return;
+    to->bits += (tokenise(numbers, n, to->tokens, to->bits) + 7) / 8;
+    to->tokens += n;
+    *to->ends++ = (uint64_t)(to->tokens - to->first_token);
+}
+
+static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n) {
     uint64_t others = 0;
+    if (!n) return;
     for (uint64_t i = 0; i < n; i++) others += numbers[i] != 0;
-    memset(packed, 0, sizeof *packed);
-    packed->first = n;
-    if (n == 0 || 2 * others >= n) {
-        packed->first_bytes = pack_plain(to, numbers, n);
+    if (2 * others >= n) {
+        put_count(to, 0);
+        pack_plain(to, numbers, n);
         return;
     }
     uint32_t *gaps = to->scratch, *rest = gaps + others;
@@ -342,78 +424,166 @@ static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n, packe
         rest[k++] = numbers[i] - 1;
         last = i + 1;
     }
-    packed->is_sparse = 1;
-    packed->first = packed->second = others;
-    packed->first_bytes = pack_plain(to, gaps, others);
-    packed->second_bytes = pack_plain(to, rest, others);
+    put_count(to, others + 1);
+    pack_plain(to, gaps, others);
+    pack_plain(to, rest, others);
 }
 
-/* The changes of one class as lists: gaps; then either all values less 1, when most are more than one unit (`directions` is
- * then unused, and n + 1 returned), or the directions as bits, gaps of exceptions and exceptions less 3 (returns how many).
- * `numbers`: 3n for scratch. `tokens`: 3n, `bits`: 12n + 32, `directions`: (n + 7) / 8, zeroed here. `packed`: three. */
-uint64_t steps_pack(const uint32_t *gaps, const uint32_t *values, uint64_t n, uint32_t *numbers, uint8_t *tokens,
-                    uint8_t *bits, uint8_t *directions, packed_numbers *packed) {
-    packing to = {tokens, bits, numbers + 2 * n};
+static void pack_class(packing *to, const uint32_t *gaps, const uint32_t *values, uint64_t n, uint32_t *numbers) {
     uint64_t exceptions = 0;
+    put_count(to, n);
+    if (!n) return;
     for (uint64_t i = 0; i < n; i++) exceptions += values[i] > 2;
-    pack_numbers(&to, gaps, n, packed);
-    memset(packed + 1, 0, 2 * sizeof *packed);
+    to->scratch = numbers + 2 * n;
     if (2 * exceptions > n) {
+        put_count(to, n + 1);
+        pack_numbers(to, gaps, n);
         for (uint64_t i = 0; i < n; i++) numbers[i] = values[i] - 1;
-        pack_numbers(&to, numbers, n, packed + 1);
-        return n + 1;
+        pack_numbers(to, numbers, n);
+        return;
     }
-    memset(directions, 0, (n + 7) / 8);
-    steps_split(values, n, directions, numbers, numbers + n);
-    pack_numbers(&to, numbers, exceptions, packed + 1);
-    pack_numbers(&to, numbers + n, exceptions, packed + 2);
-    return exceptions;
+    put_count(to, exceptions);
+    const uint64_t bytes = (n - exceptions + 7) / 8;
+    steps_split(values, n, to->bits, numbers, numbers + n);
+    to->bits += bytes;
+    pack_numbers(to, gaps, n);
+    pack_numbers(to, numbers, exceptions);
+    pack_numbers(to, numbers + n, exceptions);
 }
 
-static int unpack_plain(const uint8_t *tokens, uint64_t n, const uint8_t *bits, uint64_t bytes, uint32_t *numbers) {
-    const int64_t used = detokenise(tokens, n, bits, bytes, numbers);
-    return used < 0 || (uint64_t)(used + 7) / 8 != bytes;
+/* The changes of all classes (addresses of their lists in `gaps` and `values`) as counts, tokens, and bits. `ends`: of each list of
+ * tokens; room for 6 a class. `counts`: 50 bytes a class. For N changes in all, of which the largest class has n: `numbers`: 3n for
+ * scratch; `tokens`: 3N; `bits`: 13N + 32 a class. `sizes`: bytes of counts, lists of tokens, bytes of bits. */
+void steps_pack(int classes, const uint64_t *changes, const uint64_t *gaps, const uint64_t *values, uint32_t *numbers,
+                uint8_t *counts, uint8_t *tokens, uint64_t *ends, uint8_t *bits, uint64_t *sizes) {
+    packing to = {counts, tokens, bits, ends, tokens, numbers};
+    for (int c = 0; c < classes; c++)
+        pack_class(&to, (const uint32_t *)(uintptr_t)gaps[c], (const uint32_t *)(uintptr_t)values[c], changes[c], numbers);
+    sizes[0] = (uint64_t)(to.counts - counts);
+    sizes[1] = (uint64_t)(to.ends - ends);
+    sizes[2] = (uint64_t)(to.bits - bits);
 }
 
-/* The inverse of pack_numbers, from lists that follow each other; -1 when they are none. */
-static int unpack_numbers(const packed_numbers *packed, uint64_t n, const uint8_t **tokens, const uint8_t **bits,
-                          uint32_t *scratch, uint32_t *numbers) {
-    uint32_t *first = packed->is_sparse ? scratch : numbers;
-    if (unpack_plain(*tokens, packed->first, *bits, packed->first_bytes, first)) return -1;
-    *tokens += packed->first;
-    *bits += packed->first_bytes;
-    if (!packed->is_sparse) return 0;
-    uint32_t *second = scratch + packed->first;
-    if (unpack_plain(*tokens, packed->second, *bits, packed->second_bytes, second)) return -1;
-    *tokens += packed->second;
-    *bits += packed->second_bytes;
+/* Why a payload was refused. */
+enum { ENDS_EARLY = 1, TOO_MANY = 2, NO_LIST = 3 };
+
+/* The next LEB128 number of at most `most`; 0, or why it was refused. */
+static int take_count(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t most, uint64_t *count) {
+    uint64_t number = 0;
+    for (unsigned shift = 0; shift < 63; shift += 7) {
+        if (*at >= length) return ENDS_EARLY;
+        const uint8_t byte = payload[(*at)++];
+        number |= (uint64_t)(byte & 0x7F) << shift;
+        if (number > most) return TOO_MANY;
+        if (!(byte & 0x80)) {
+            *count = number;
+            return 0;
+        }
+    }
+    return TOO_MANY;
+}
+
+static int take_class(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t most, class_counts *of,
+                      uint64_t *tokens) {
+    int refused = take_count(payload, length, at, most, &of->changes);
+    if (refused || !of->changes) return refused;
+    if ((refused = take_count(payload, length, at, of->changes + 1, &of->exceptions))) return refused;
+    for (int list = 0; list < LISTS; list++) {
+        const uint64_t size = list_size(of, list);
+        if (!size) continue;
+        if ((refused = take_count(payload, length, at, size + 1, of->sparse + list))) return refused;
+        *tokens += of->sparse[list] ? 2 * (of->sparse[list] - 1) : size;
+    }
+    return 0;
+}
+
+/* The counts of a segment that begins at `*at` (moved behind them): of all classes into `of`; `found`: elements of the segment,
+ * changes, changes of the largest class, tokens, stored bytes of the tokens. Returns 0, or why they were refused. */
+int steps_counts(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t most_elements, uint64_t most_changes,
+                 int classes, class_counts *of, uint64_t *found) {
+    memset(of, 0, (size_t)classes * sizeof *of);
+    memset(found, 0, 5 * sizeof *found);
+    int refused = take_count(payload, length, at, most_elements, found);
+    if (refused) return refused;
+    if (most_changes > found[0]) most_changes = found[0];
+    for (int c = 0; c < classes; c++) {
+        if ((refused = take_class(payload, length, at, most_changes - found[1], of + c, found + 3))) return refused;
+        found[1] += of[c].changes;
+        if (of[c].changes > found[2]) found[2] = of[c].changes;
+    }
+    if (found[3] && (refused = take_count(payload, length, at, found[3], found + 4))) return refused;
+    if (found[4] > length - *at) return ENDS_EARLY;
+    return 0;
+}
+
+typedef struct {
+    const uint8_t *tokens, *bits, *end;
+    uint32_t *scratch;
+} unpacking;
+
+static int unpack_plain(unpacking *from, uint64_t n, uint32_t *numbers) {
+    const int64_t used = detokenise(from->tokens, n, from->bits, (uint64_t)(from->end - from->bits), numbers);
+    if (used < 0) return NO_LIST;
+    from->tokens += n;
+    from->bits += (used + 7) / 8;
+    return 0;
+}
+
+/* The inverse of pack_numbers. */
+static int unpack_numbers(unpacking *from, uint64_t n, uint64_t sparse, uint32_t *numbers) {
+    if (!n) return 0;
+    if (!sparse) return unpack_plain(from, n, numbers);
+    const uint64_t others = sparse - 1;
+    uint32_t *first = from->scratch, *second = first + others;
+    if (unpack_plain(from, others, first) || unpack_plain(from, others, second)) return NO_LIST;
     memset(numbers, 0, n * sizeof *numbers);
     uint64_t place = 0;
-    for (uint64_t k = 0; k < packed->first; k++, place++) {
+    for (uint64_t k = 0; k < others; k++, place++) {
         place += first[k];
-        if (place >= n) return -1;
+        if (place >= n) return NO_LIST;
         numbers[place] = second[k] + 1;
     }
     return 0;
 }
 
-/* The inverse of steps_pack. The caller has made sure that the lists have the sizes that `packed`, n and `exceptions` say.
- * `scratch`: 4n. Returns -1 when something is no list of steps_pack for elements of at most `largest`. */
-int steps_unpack(const packed_numbers *packed, uint64_t n, uint64_t exceptions, const uint8_t *tokens, const uint8_t *bits,
-                 const uint8_t *directions, uint32_t largest, uint32_t *scratch, uint32_t *gaps, uint32_t *values) {
-    if (unpack_numbers(packed, n, &tokens, &bits, scratch, gaps)) return -1;
-    if (exceptions == n + 1) {
-        if (unpack_numbers(packed + 1, n, &tokens, &bits, scratch, values)) return -1;
+/* The inverse of pack_class. `scratch`: 4 for each change. */
+static int unpack_class(unpacking *from, const class_counts *of, uint32_t largest, uint32_t *scratch, uint32_t *gaps,
+                        uint32_t *values) {
+    const uint64_t n = of->changes, bytes = direction_bytes(of);
+    const uint8_t *directions = from->bits;
+    if (bytes > (uint64_t)(from->end - from->bits)) return ENDS_EARLY;
+    from->bits += bytes;
+    from->scratch = scratch;
+    if (unpack_numbers(from, n, of->sparse[0], gaps)) return NO_LIST;
+    if (of->exceptions > n) {
+        if (unpack_numbers(from, n, of->sparse[1], values)) return NO_LIST;
         for (uint64_t i = 0; i < n; i++) {
-            if (values[i] >= largest) return -1;
+            if (values[i] >= largest) return NO_LIST;
             values[i]++;
         }
         return 0;
     }
     uint32_t *places = scratch + 2 * n, *rest = places + n;
-    if (unpack_numbers(packed + 1, exceptions, &tokens, &bits, scratch, places)) return -1;
-    if (unpack_numbers(packed + 2, exceptions, &tokens, &bits, scratch, rest)) return -1;
-    return steps_merge(directions, n, places, rest, exceptions, largest, values);
+    if (unpack_numbers(from, of->exceptions, of->sparse[1], places)) return NO_LIST;
+    if (unpack_numbers(from, of->exceptions, of->sparse[2], rest)) return NO_LIST;
+    return steps_merge(directions, n, places, rest, of->exceptions, largest, values) ? NO_LIST : 0;
+}
+
+/* The changes of a segment whose counts steps_counts took, from its tokens and from the payload from `*at` on (moved behind them):
+ * one class after the other, in `gaps` and `values`, each up to its end in `ends`. `scratch`: 4 for each change of the largest
+ * class. Returns 0, or why they were refused. */
+int steps_unpack(const uint8_t *payload, uint64_t length, uint64_t *at, int classes, const class_counts *of,
+                 const uint8_t *tokens, uint32_t largest, uint32_t *scratch, uint32_t *gaps, uint32_t *values,
+                 uint64_t *ends) {
+    unpacking from = {tokens, payload + *at, payload + length, scratch};
+    uint64_t done = 0;
+    for (int c = 0; c < classes; c++) {
+        const int refused = unpack_class(&from, of + c, largest, scratch, gaps + done, values + done);
+        if (refused) return refused;
+        ends[c] = done += of[c].changes;
+    }
+    *at = (uint64_t)(from.bits - payload);
+    return 0;
 }
 
 /* ---- where classes begin ---------------------------------------------------------------------------------------------- */
@@ -463,24 +633,29 @@ int steps_cut(const uint64_t *elements, const uint64_t *changes, double weight, 
 
 /* ---- who changes how often, by old magnitude --------------------------------------------------------------------------- */
 
+/* Neighbours often have one key: four tables, so that none waits for the one before it to be stored. */
 #define COUNT_LOOP(BITS)                                                                                                \
     {                                                                                                                   \
         const uint##BITS##_t *old = before, *new = after;                                                               \
         const uint##BITS##_t sign_off = (uint##BITS##_t)(((uint##BITS##_t)~(uint##BITS##_t)0) >> 1);                    \
         for (uint64_t begin = 0; begin < n; begin += stride)                                                            \
-            for (uint64_t i = begin; i < n && i < begin + run; i++) {                                                   \
-                const unsigned key = (unsigned)((old[i] & sign_off) >> shift) & 255u;                                   \
-                elements[key]++;                                                                                        \
-                changes[key] += old[i] != new[i];                                                                       \
-            }                                                                                                           \
+            for (uint64_t i = begin; i < n && i < begin + run; i++)                                                     \
+                both[i & 3][((old[i] & sign_off) >> shift) & 255u] += 1 + ((uint64_t)(old[i] != new[i]) << 32);         \
     }
 
-/* Adds to `elements` and `changes` (256 each), by the 8 highest bits below the sign, the first `run` elements of every `stride`. */
+/* Adds to `elements` and `changes` (256 each), by the 8 highest bits below the sign, the first `run` elements of every `stride`; fewer
+ * than 2^32 in all. */
 void steps_count(int bytes, const void *before, const void *after, uint64_t n, uint64_t run, uint64_t stride, int shift,
                  uint64_t *elements, uint64_t *changes) {
+    uint64_t both[4][256] = {{0}}; /* elements, and changes in the upper half */
     switch (bytes) {
     case 1: COUNT_LOOP(8) break;
     case 2: COUNT_LOOP(16) break;
     default: COUNT_LOOP(32) break;
     }
+    for (int key = 0; key < 256; key++)
+        for (int table = 0; table < 4; table++) {
+            elements[key] += both[table][key] & UINT32_MAX;
+            changes[key] += both[table][key] >> 32;
+        }
 }

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from milesbatch.weights import kernel_choice
-from milesbatch.weights.kernels import ClassChanges, Kernels, PackedClass, TokenList
+from milesbatch.weights.kernels import ClassChanges, Kernels, PackedSegment, RefusedError, SegmentChanges, joined
 from milesbatch.weights.kernels_native import NativeKernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
+from milesbatch.weights.payload import varint
 
 DTYPES = (np.uint8, np.uint16, np.uint32)
 
@@ -58,11 +59,12 @@ def test_changes_are_those_of_numpy_and_are_applied(
         assert np.array_equal(one.gaps, other.gaps)
         assert np.array_equal(one.values, other.values)
     assert sum(change.gaps.size for change in found) == np.count_nonzero(old != new)
-    applier = tested.applier(thresholds, found)
+    applier = tested.applier(thresholds, joined(found), old.size)
     made = old.copy()
     for begin in (0, 64 * 5):
         applier.feed(made[begin : 64 * 5 if begin == 0 else old.size])
     assert applier.is_done()
+    applier.close()
     assert np.array_equal(made, new)
 
 
@@ -82,10 +84,28 @@ def test_counts_by_magnitude(tested: Kernels) -> None:
             assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def _tuples(packed: PackedClass) -> list[object]:
-    lists = [each for numbers in packed.numbers for each in (numbers.plain, numbers.others)]
-    parts = [None if each is None else (each.tokens.tolist(), each.bits.tolist()) for each in lists]
-    return [packed.size, packed.exceptions, packed.directions.tolist(), parts]
+def _tuples(packed: PackedSegment) -> list[object]:
+    return [packed.counts.tolist(), packed.tokens.tolist(), packed.ends, packed.bits.tolist()]
+
+
+ELEMENTS = 1 << 40
+
+
+def _payload(packed: PackedSegment) -> np.ndarray:
+    """As the encoding lays it out, with the tokens as they are."""
+    stored = varint(packed.tokens.size) if packed.tokens.size else b""
+    head = varint(ELEMENTS) + packed.counts.tobytes() + stored
+    return np.frombuffer(head + packed.tokens.tobytes() + packed.bits.tobytes(), np.uint8)
+
+
+def _unpack(kernels: Kernels, payload: np.ndarray, num_classes: int, largest: int) -> SegmentChanges:
+    counts = kernels.counts(payload, 0, num_classes, ELEMENTS, ELEMENTS)
+    assert counts.elements == ELEMENTS and counts.stored == counts.tokens
+    behind = counts.at + counts.stored
+    found, end = kernels.unpack(counts, payload[counts.at : behind], payload, behind, largest)
+    if end != payload.size:
+        raise RefusedError("bytes behind the end")
+    return found
 
 
 def _lists() -> Iterator[ClassChanges]:
@@ -103,40 +123,42 @@ def _lists() -> Iterator[ClassChanges]:
 
 
 def test_lists_survive_and_are_those_of_numpy(tested: Kernels) -> None:
+    nothing = ClassChanges(np.empty(0, np.uint32), np.empty(0, np.uint32))
     for changes in _lists():
-        packed = tested.pack(changes)
-        assert _tuples(packed) == _tuples(NumpyKernels().pack(changes))
-        found = tested.unpack(packed, 2**32 - 1)
-        assert found is not None
-        assert np.array_equal(found.gaps, changes.gaps) and np.array_equal(found.values, changes.values)
-        largest = int(changes.values.max())
-        if largest > 3:
-            assert tested.unpack(packed, largest) is not None
-            assert tested.unpack(packed, largest - 1) is None
+        for segment in ([changes], [nothing, changes, nothing], [changes, changes], [nothing]):
+            packed = tested.pack(segment)
+            payload = _payload(packed)
+            assert _tuples(packed) == _tuples(NumpyKernels().pack(segment))
+            found, expected = _unpack(tested, payload, len(segment), 2**32 - 1), joined(segment)
+            for part in ("gaps", "values", "ends"):
+                assert np.array_equal(getattr(found, part), getattr(expected, part))
+            largest = int(expected.values.max(initial=0))
+            if largest > 3:
+                _unpack(tested, payload, len(segment), largest)
+                with pytest.raises(RefusedError):
+                    _unpack(tested, payload, len(segment), largest - 1)
 
 
 def test_lists_that_nothing_packs_to_are_refused(tested: Kernels) -> None:
-    """Sizes are right, as whoever reads them sees to that; contents are anything."""
+    """Every truncation is; of what is changed, all that does not fit, and the rest gives lists of the sizes that are stated."""
     rng = np.random.default_rng(3)
     refused = 0
     for changes in _lists():
-        packed = tested.pack(changes)
-        for number, numbers in enumerate(packed.numbers):
-            for name in ("plain", "others"):
-                found = getattr(numbers, name)
-                if found is None or not found.tokens.size:
-                    continue
-                for tokens, bits in (
-                    (rng.integers(0, 256, found.tokens.size).astype(np.uint8), found.bits),
-                    (np.full_like(found.tokens, 127), found.bits),
-                    (found.tokens, found.bits[:-1]),
-                    (found.tokens, np.append(found.bits, np.uint8(0))),
-                ):
-                    other = replace(numbers, **{name: TokenList(tokens.copy(), bits.copy())})
-                    lists = (*packed.numbers[:number], other, *packed.numbers[number + 1 :])
-                    made = tested.unpack(replace(packed, numbers=lists), 65535)
-                    refused += made is None
-                    assert made is None or made.gaps.size == packed.size
+        payload = _payload(tested.pack([changes, changes]))
+        for length in range(0, payload.size, max(1, payload.size // 100)):
+            with pytest.raises(RefusedError):
+                _unpack(tested, payload[:length].copy(), 2, 65535)
+        for _ in range(100):
+            other = payload.copy()
+            other[rng.integers(len(varint(ELEMENTS)), other.size)] = rng.integers(256)
+            try:
+                found = _unpack(tested, other, 2, 65535)
+            except RefusedError:
+                refused += 1
+            except AssertionError:
+                continue  # it says that the tokens are compressed
+            else:
+                assert found.gaps.size == found.values.size == int(found.ends[-1])
     assert refused > 50
 
 
@@ -162,21 +184,47 @@ def test_changes_of_other_elements_stay_within_the_array(tested: Kernels) -> Non
     around = np.zeros(64 * 7 + 2, np.uint16)
     for _ in range(200):
         lists = [
-            ClassChanges(*(rng.integers(1, 2 ** int(rng.integers(2, 32)), (2, size), dtype=np.uint32)))
-            for size in rng.integers(0, 50, 3)
+            ClassChanges(*(rng.integers(1, 2 ** int(rng.integers(2, 32)), (2, size), dtype=np.uint32) % most))
+            for size, most in zip(rng.integers(0, 50, 3), rng.choice([8, 1 << 31], 3), strict=True)
         ]
         around[:] = 7
         around[1:-1] = rng.integers(0, 65536, around.size - 2)
-        applier = tested.applier(thresholds, lists)
+        try:
+            applier = tested.applier(thresholds, joined(lists), around.size - 2)
+        except RefusedError:
+            continue  # a change beyond the segment
         applier.feed(around[1:-1])
         applier.is_done()
+        applier.close()
         assert around[0] == around[-1] == 7
+
+
+def test_memory_that_is_used_again_holds_nothing_of_before(tested: Kernels) -> None:
+    """Several deltas at a time, of tensors large and small, in one thread."""
+    rng = np.random.default_rng(7)
+    thresholds = np.array([5_000, 20_000], np.uint32)
+    for size in (64 * 50, 64 * 3 + 1, 64 * 2000, 10, 64 * 700):
+        versions = [rng.integers(0, 65536, size).astype(np.uint16)]
+        appliers = []
+        for _ in range(3):
+            new = versions[-1] + (rng.random(size) < 0.2).astype(np.uint16)
+            scanner = tested.scanner(thresholds, size)
+            assert scanner.feed(versions[-1], new)
+            payload = _payload(tested.pack(scanner.changes()))
+            appliers.append(tested.applier(thresholds, _unpack(tested, payload, 3, 65535), size))
+            versions.append(new)
+        made = versions[0].copy()
+        for applier in appliers:
+            applier.feed(made)
+            assert applier.is_done()
+            applier.close()
+        assert np.array_equal(made, versions[-1])
 
 
 def test_loops_that_compute_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler may have spoiled them: they are compared with numpy once, before they touch any weights."""
     assert isinstance(kernel_choice.choose(), NativeKernels)
-    cut_short = lambda self, changes: replace(NumpyKernels().pack(changes), exceptions=0)  # noqa: E731
+    cut_short = lambda self, changes: replace(NumpyKernels().pack(changes), ends=())  # noqa: E731
     monkeypatch.setattr(NativeKernels, "pack", cut_short)
     assert kernel_choice.choose().name == "numpy"
     monkeypatch.setattr(kernel_choice, "_load", lambda: None)

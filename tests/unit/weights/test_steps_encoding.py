@@ -133,20 +133,27 @@ def test_every_truncation_and_ten_thousand_flips_are_found() -> None:
     "payload",
     [
         b"",
-        b"\2\0",  # another layout
-        b"\1\x08" + bytes(32),  # too many thresholds
-        b"\1\1\0\0\0\0",  # a threshold of 0
-        b"\1\1\0\0\1\0",  # beyond the magnitudes of 16 bits
-        b"\1\2\5\0\0\0\5\0\0\0",  # not ascending
-        b"\1\0\0",  # a segment without elements
-        b"\1\0\x15\0",  # of more elements than there are
-        b"\1\0\x0a\0",  # a part of the tensor that is no multiple of a piece
-        b"\1\0\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f",  # a count without end
-        b"\1\0\x14\x15",  # more changes than elements
-        b"\1\0\x14\1\2",  # more exceptions than changes
-        b"\1\0\x14\1\0\1\x14\1",  # a position beyond the end
-        b"\1\0\x14\1\0\1\x80\1",  # no token
-        b"\1\0\x14\0\0",  # something behind the end
+        b"\2",
+        b"\1\0\x14\0",  # another layout
+        b"\2\x08" + bytes(32),  # too many thresholds
+        b"\2\1\0\0\0",  # within them
+        b"\2\1\0\0\0\0",  # a threshold of 0
+        b"\2\1\0\0\1\0",  # beyond the magnitudes of 16 bits
+        b"\2\2\5\0\0\0\5\0\0\0",  # not ascending
+        b"\2\0\0\0",  # a segment without elements
+        b"\2\0\x15\0",  # of more elements than there are
+        b"\2\0\x0a\0",  # a part of the tensor that is no multiple of a piece
+        b"\2\0\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f",  # a count without end
+        b"\2\0\x14\x15",  # more changes than elements
+        b"\2\0\x14\1\3",  # more exceptions than changes
+        b"\2\0\x14\1\0\3",  # a list with more numbers than it has
+        b"\2\0\x14\1\0\0",  # the end before the tokens
+        b"\2\0\x14\1\0\0\2\3\3",  # more bytes of tokens than tokens
+        b"\2\0\x14\1\0\0\1\x14\1",  # a position beyond the end
+        b"\2\0\x14\1\0\0\1\x80\1",  # no token
+        b"\2\0\x14\1\0\0\1\x10",  # no bits
+        b"\2\0\x14\1\1\0\0\0\3\0\1\0",  # an exception behind the last change
+        b"\2\0\x14\0\0",  # something behind the end
     ],
 )
 def test_what_no_encoder_gives_is_refused(payload: bytes) -> None:
@@ -155,10 +162,35 @@ def test_what_no_encoder_gives_is_refused(payload: bytes) -> None:
 
 
 def test_stated_counts_allocate_nothing_beyond_the_tensor() -> None:
-    huge = b"\1\0" + b"\x80\x80\x80\x04" + b"\xff\xff\x3f\xff\xff\x3f\5abcde"
+    huge = b"\2\0" + b"\x80\x80\x80\x04" + b"\xff\xff\x1f\xff\xff\x1f\0\0\0\5\0bcde"
     elements = np.zeros(1 << 23, np.uint16)
     with pytest.raises(CorruptArtefactError):
         _decode(huge, elements)
+
+
+def test_lists_share_a_frame_whatever_their_lengths() -> None:
+    """Each list ends a block, but for short ones; classes without changes, and segments without any, have none."""
+    old = np.concatenate([np.full(1 << 18, magnitude, np.uint16) for magnitude in (0x100, 0x1000, 0x2000, 0x3000)])
+    rng = np.random.default_rng(5)
+    for shares in ((0.2, 0.0, 0.01, 0.0), (0.0, 0.0005, 0.0, 0.9), (0.3, 0.1, 0.03, 0.01), (1e-5, 0, 0, 0)):
+        new = old.copy()
+        for part, share in zip(np.split(new, 4), shares, strict=True):
+            part[rng.random(part.size) < share] += np.uint16(1)
+        payload = _encode(old, new)
+        assert payload is not None and payload == _encode(old, new, of=NumpyKernels)
+        assert np.array_equal(_decode(payload, old), new)
+        assert np.array_equal(reference.decode("steps-zstd", payload, old.view(np.uint8), 2).view(np.uint16), new)
+
+
+def test_more_than_one_segment_and_none_that_is_too_full() -> None:
+    """Where much changes segments are shorter: a thread's lists stay as small as :data:`steps.CAPACITY` says."""
+    rng = np.random.default_rng(6)
+    old = rng.integers(0, 1 << 16, 3 * steps.CAPACITY + 77).astype(np.uint16)
+    new = old + (rng.random(old.size) < 0.4).astype(np.uint16)
+    payload = _encode(old, new)
+    assert payload is not None
+    assert np.array_equal(_decode(payload, old), new)
+    assert np.array_equal(reference.decode("steps-zstd", payload, old.view(np.uint8), 2).view(np.uint16), new)
 
 
 def test_classes_follow_the_magnitudes_that_change_often() -> None:
