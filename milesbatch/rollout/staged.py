@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milesbatch.engines.protocol import PolicyWeights
-from milesbatch.errors import EngineError
+from milesbatch.engines.sglang.weights import SupersededError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.sight import Sight
@@ -88,11 +88,11 @@ class StagedFollower:
         """The directory with ``weights``, which holds still while the context is open.
 
         Raises:
-            EngineError: it has moved on to another version.
+            SupersededError: it has moved on to another version.
         """
         with self._lock:
             if self._staging.current != weights.version:
-                raise EngineError(f"policy version {weights.version} is not staged any more; a newer one is coming")
+                raise SupersededError(f"policy version {weights.version} is not staged any more; a newer one is coming")
             yield self._staging.model
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
@@ -171,7 +172,15 @@ class SGLangEngine:
             response = Response(request)
             task = self._loop.create_task(self._answer(response, future))
             self._responses[task] = response
-            task.add_done_callback(lambda done: self._responses.pop(done, None))
+            task.add_done_callback(partial(self._ended, future))
+
+    def _ended(self, future: Future[Completion], task: asyncio.Task[None]) -> None:
+        """Whatever it ended with, the one who waits for ``future`` hears of it."""
+        self._responses.pop(task, None)
+        self._open.pop(future, None)
+        if not future.done():
+            error = None if task.cancelled() else task.exception()
+            future.set_exception(error or EngineError("a request was given up"))
 
     async def _answer(self, response: Response, future: Future[Completion]) -> None:
         """One request from its beginning to its end, over as many servers and answers as it takes."""

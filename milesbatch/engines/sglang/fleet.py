@@ -19,8 +19,8 @@ from typing import Any, Literal
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
 from milesbatch.engines.sglang.serving import ServerPlace
-from milesbatch.engines.sglang.weights import PauseMode, Prover, Way, change
-from milesbatch.errors import EngineError, InputError, StorageError
+from milesbatch.engines.sglang.weights import PauseMode, Prover, SupersededError, Way, change
+from milesbatch.errors import EngineError, InputError, MilesbatchError, StorageError
 
 State = Literal["starting", "ready", "serving", "lost", "given up"]
 
@@ -30,6 +30,7 @@ _MOST_FAILURES = 3
 _BACK_OFF_S = 1.0
 _MOST_STICKY = 4096
 _HEALTH_S = 10.0
+_TICK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,22 @@ class Fleet:
         self._change = asyncio.Event()
         self._sticky: OrderedDict[Hashable, Server] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
-        self.failure: EngineError | InputError | StorageError | None = None
+        self.failure: MilesbatchError | None = None
         """Why no server will come any more."""
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for a server whose keeper died of something unforeseen."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.failure = (
+                error if isinstance(error, MilesbatchError) else EngineError(f"{type(error).__name__}: {error}")
+            )
+            self._tell_change()
 
     async def await_one(self) -> None:
         """Until a server is there.
@@ -150,6 +162,7 @@ class Fleet:
         """Returns 0 when it failed; then it has a trouble, and is not used."""
         assert server.client is not None
         server.is_changing = True
+        ticking = asyncio.create_task(self._tick())
 
         def taint() -> None:
             server.epoch += 1
@@ -165,15 +178,24 @@ class Fleet:
                 limit_s=self._options.request_timeout_s,
                 on_failure=taint,
             )
+        except SupersededError:
+            return 0.0  # the next activation, which is near, takes this server along
         except EngineError as error:
             taint()
             server.trouble = EngineError(f"{server.name} did not take policy version {weights.version}: {error.what}")
             return 0.0
         finally:
             server.is_changing = False
+            ticking.cancel()
         server.version, server.state = weights.version, "serving"
         self._tell_change()
         return paused_s
+
+    async def _tick(self) -> None:
+        """While weights change, which has a time limit of its own, nothing else shows that all is well."""
+        while True:
+            self._options.sign()
+            await asyncio.sleep(_TICK_S)
 
     # -- the life of a server -----------------------------------------------------------------------------------------
 

@@ -35,6 +35,10 @@ Materialise = Callable[[PolicyWeights], AbstractContextManager[Path]]
 _PAUSE_S = 60.0
 
 
+class SupersededError(EngineError):
+    """The weights are not there any more, because newer ones are on their way; nothing is wrong with the server."""
+
+
 class Way(Protocol):
     """How weights get into a server."""
 

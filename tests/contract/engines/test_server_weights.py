@@ -18,6 +18,7 @@ from real_server import (
     replayed_logprobs,
     request,
     results,
+    start_server,
 )
 
 from milesbatch.engines.protocol import GenerationRequest, PolicyWeights
@@ -112,6 +113,29 @@ def test_one_sequence_lives_through_three_updates(
         wrong = reference_logprobs(models[0], wanted, done)
         assert max(abs(a - b) for a, b in zip(wrong, done.logprobs, strict=True)) > 0.1, "versions must matter here"
     engine.close()
+
+
+@pytest.mark.long
+def test_in_bfloat16_the_trainers_logprobs_agree_within_what_the_type_can_hold(tmp_path: Path) -> None:
+    """Logits of a few units: what is compared is the two sides' arithmetic, not the type's own coarseness."""
+    models = {version: make_model(version, torch.bfloat16, initializer_range=0.05) for version in range(4)}
+    server = start_server(tmp_path, models[0], dtype="bfloat16")
+    engine = server.attach(tmp_path / "staged", pause="in_place")
+    try:
+        engine.activate(Weights(0, models[0]))
+        asked = [request(7, salt=i, max_new_tokens=150) for i in range(3)]
+        server.slowly(0.02)
+        futures = engine.submit(asked)
+        for version in (1, 2, 3):
+            time.sleep(0.6)
+            engine.activate(Weights(version, models[version]))
+        server.slowly(None)
+        for wanted, done in zip(asked, results(futures), strict=True):
+            assert [span.version for span in done.versions] == [0, 1, 2, 3]
+            assert done.logprobs == pytest.approx(replayed_logprobs(models, wanted, done), abs=2e-3)
+    finally:
+        engine.close()
+        server.owner.close()
 
 
 def test_siblings_do_not_use_what_older_weights_left_in_the_cache(

@@ -1,0 +1,86 @@
+"""The rollout worker's follower on local disk: whoever reads the directory holds it still."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from milesbatch.engines.sglang.weights import SupersededError
+from milesbatch.errors import StorageError
+from milesbatch.rollout.staged import StagedFollower
+from milesbatch.store.layout import RunLayout
+from milesbatch.store.sight import AT_ONCE
+from milesbatch.weights.publisher import Publisher
+from milesbatch.weights.reader import accept_all
+from milesbatch.weights.staging import Staging
+
+Make = Callable[[int], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def follower(layout: RunLayout, chain: Publisher, tmp_path: Path) -> Iterator[StagedFollower]:
+    (layout.model / "config.json").write_text("{}")
+    follower = StagedFollower(Staging(tmp_path / "stage", layout), layout, accept_all, AT_ONCE)
+    yield follower
+    follower.close()
+
+
+def test_what_is_given_out_is_the_version_that_was_asked_for(
+    follower: StagedFollower, version_tensors: Make, tmp_path: Path
+) -> None:
+    for version in (1, 2, 5):
+        weights = follower.advance_to(version)
+        assert (weights.version, weights.weights_digest) == (version, follower.published_digest(version))
+        expected = version_tensors(version)
+        with follower.held(weights) as directory:
+            held = load_file(directory / "model.safetensors")
+        found = weights.tensors()
+        weights.write_model(tmp_path / f"copy-{version}")
+        copied = load_file(tmp_path / f"copy-{version}" / "model.safetensors")
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor) and torch.equal(held[name], tensor), name
+            assert torch.equal(copied[name], tensor), name
+    assert follower.published_digest(99) is None
+    with pytest.raises(StorageError, match="policy version 99"):
+        follower.advance_to(99)
+
+
+def test_tensors_that_were_given_out_stay_what_they_were(follower: StagedFollower, version_tensors: Make) -> None:
+    """The file is patched in place: nothing may be left that looks into it."""
+    given = follower.advance_to(1).tensors()
+    follower.advance_to(5)
+    assert all(torch.equal(given[name], tensor) for name, tensor in version_tensors(1).items())
+
+
+def test_the_directory_does_not_move_on_while_it_is_held(follower: StagedFollower, version_tensors: Make) -> None:
+    weights = follower.advance_to(1)
+    done = threading.Event()
+
+    def move_on() -> None:
+        follower.advance_to(2)
+        done.set()
+
+    with follower.held(weights) as directory:
+        thread = threading.Thread(target=move_on)
+        thread.start()
+        time.sleep(0.3)
+        assert not done.is_set()
+        held = load_file(directory / "model.safetensors")
+        assert all(torch.equal(held[name], tensor) for name, tensor in version_tensors(1).items())
+    thread.join(20)
+    assert done.is_set()
+
+
+def test_a_version_that_is_not_there_any_more_is_not_given_out(follower: StagedFollower) -> None:
+    older = follower.advance_to(1)
+    follower.advance_to(2)
+    with pytest.raises(SupersededError, match="version 1 is not staged any more"), follower.held(older):
+        pass
+    with pytest.raises(SupersededError):
+        older.tensors()
