@@ -19,6 +19,7 @@ cache. Any number of consecutive deltas is applied in the same one pass. The pag
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -304,7 +305,9 @@ def _count_changes(before: Elements, after: Elements) -> int:
 
 
 def _join(frames: Iterator[bytes]) -> bytes:
-    return b"".join(part for frame in frames for part in (varint(len(frame)), frame))
+    payload = io.BytesIO()  # grows in place: joining parts would take the payload twice
+    payload.writelines(part for frame in frames for part in (varint(len(frame)), frame))
+    return payload.getvalue()
 
 
 def _to_planes(elements: NDArray[np.unsignedinteger]) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ The page behind this module is ``docs/format-weights.md``, which has the layout 
 
 from __future__ import annotations
 
+import io
 import itertools
 import struct
 import threading
@@ -71,7 +72,8 @@ def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: R
     ``before``, ``after``: the same number of elements of 1, 2 or 4 bytes. ``reached`` may hear of a place twice.
     """
     thresholds = choose_thresholds(before, after, kernels)
-    parts = [bytes([LAYOUT, len(thresholds)]), thresholds.astype("<u4").tobytes()]
+    payload = io.BytesIO()  # grows in place: joining parts would take the payload twice
+    payload.write(bytes([LAYOUT, len(thresholds)]) + thresholds.astype("<u4").tobytes())
     begin, length, changed = 0, SEGMENT, 0
     while begin < before.size:
         stop = min(begin + length, before.size)
@@ -81,10 +83,10 @@ def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: R
             if length <= CAPACITY:
                 return None
             continue
-        parts += [varint(stop - begin), *pack_segment(changes, kernels)]
+        payload.writelines([varint(stop - begin), *pack_segment(changes, kernels)])
         changed += sum(of_class.gaps.size for of_class in changes)
         begin = stop
-    return b"".join(parts), changed
+    return payload.getvalue(), changed
 
 
 class StepsChange:
