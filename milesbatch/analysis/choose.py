@@ -116,12 +116,20 @@ def choose_samples(
 
 
 def choose(
-    found: Candidates, *, best: int = 0, worst: int = 0, median: int = 0, odd: int = 0, is_late: bool = False
+    found: Candidates,
+    *,
+    best: int = 0,
+    worst: int = 0,
+    median: int = 0,
+    odd: int = 0,
+    is_late: bool = False,
+    early: int = 0,
 ) -> list[Choice]:
     """Samples by reward; failed episodes, and rewards that are no finite number, are chosen as odd ones only.
 
     With equal rewards the later step comes first, then the lower group and sample. ``is_late``: best, worst and median are
-    trained samples of the last quarter of the steps, and the odd ones have a fate. Odd are, in this order: the last failed
+    trained samples of the last quarter of the steps, and the odd ones have a fate. ``early``: as many of the first step, to
+    see where the run came from: the best, the worst, the one in the middle. Odd are, in this order: the last failed
     episode, the longest and the shortest response, the highest reward that was cut off at the length limit, and who is
     furthest below and above the other samples of its group.
     """
@@ -140,6 +148,8 @@ def choose(
     ):
         for row in rows.tolist():
             chosen.setdefault(row, (kind, why + where))
+    for row, why in _early(found, good, early):
+        chosen.setdefault(row, ("early", why))
     for row, why in _oddities(found, good) if odd else ():
         if odd and row not in chosen:
             chosen[row] = "odd", why
@@ -155,6 +165,18 @@ def _late(found: Candidates, good: Flags) -> tuple[Ints, str]:
     since = last - max(1, round(LATE_SHARE * last)) + 1
     where = f" of steps {since} to {last}" if since < last else f" of step {last}"
     return np.flatnonzero(good & (found.step >= since)), where
+
+
+def _early(found: Candidates, good: Flags, number: int) -> Iterator[tuple[int, str]]:
+    """Rows of the first step that was trained, at most ``number``."""
+    trained = good & (found.step != PENDING)
+    if not number or not trained.any():
+        return
+    first = int(found.step[trained].min())
+    rising = _ordered(found, np.flatnonzero(trained & (found.step == first)), found.reward).tolist()
+    picked = ((rising[-1], "highest"), (rising[0], "lowest"), (rising[len(rising) // 2], "middle"))
+    for row, word in picked[:number]:
+        yield row, f"{word} reward of step {first}, the first one"
 
 
 def _ordered(found: Candidates, rows: Ints, values: NDArray[Any]) -> Ints:

@@ -69,6 +69,10 @@ class Rescored:
     """Is its source another than when the run began? Null when that is not known."""
     prompts: str
     """``recipe`` or ``recorded``: where the prompts came from."""
+    groups: int = 0
+    """Prompt groups that the run has."""
+    drawn: int = 0
+    """How many of them were drawn, to be judged again."""
     compared: int = 0
     differing: int = 0
     skipped: int = 0
@@ -107,6 +111,8 @@ def rescore(
         spec, None if known is None else known != reward_fingerprint(spec), "recorded" if stream is None else "recipe"
     )
     chosen = None if sample is None else _draw(scan.counted, sample, recipe.rollout.samples_per_group, seed)
+    result.groups = len(scan.counted.group_id)
+    result.drawn = result.groups if chosen is None else len(chosen)
     files = None if chosen is None else scan.counted.files_of(np.isin(scan.counted.group_id, chosen))
     wanted = None if chosen is None else set(chosen.tolist())
     prompt_of = _Prompts(recipe, stream)

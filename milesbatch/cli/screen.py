@@ -18,6 +18,7 @@ _COLOURS = {"failed": "bold red", "unknown": "bold yellow", "stopped": "yellow",
 _LABEL_WIDTH = 15
 _BAR = 20
 _SPARKS = 36
+_CURVE = "reward curve"
 _LITTLE_DISK_BYTES = 10 << 30
 Row = tuple[str, str]
 
@@ -40,7 +41,7 @@ def rows(body: dict[str, Any], most: int | None = None) -> list[Row]:
     """Label and text of each line, at most ``most`` of them."""
     head, lists = _head(body), _lists(body)
     if most is not None and len(head) + len(lists) > most:
-        head = [row for row in head if row[0]]  # the curve: its last value stands in the row above
+        head = [row for row in head if row[0] != _CURVE]  # its last value stands in the row above
     if most is None:
         return [*head, *(row for _, found in lists for row in found)]
     shown: list[Row] = []
@@ -90,7 +91,8 @@ def _head(body: dict[str, Any]) -> list[Row]:
             ("reward", f"{body['reward_mean']:.3f}, lag mean {lag['mean']:.2f}, max {lag['max']:.0f} versions")
         )
         if len(body["rewards"]) > 1:
-            found.append(("", sparkline(body["rewards"], _SPARKS)))
+            shown = min(len(body["rewards"]), _SPARKS)
+            found.append((_CURVE, f"{sparkline(body['rewards'], _SPARKS)}, last {many(shown, 'step')}"))
     if body["evaluation"]:
         found.append(("evaluation", _evaluation(body["evaluation"])))
     if disk := _disk(body):

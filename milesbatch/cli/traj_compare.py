@@ -99,7 +99,7 @@ def rescore_command(
     if as_json:
         print_json(_rescore_document(result))
     else:
-        _print_rescored(Console(), result)
+        _print_rescored(Console(), result, seed)
     end(scan.errors)
     if result.differing:
         raise typer.Exit(EXIT_NOT_WELL)
@@ -213,10 +213,13 @@ def _rescore_document(result: Rescored) -> dict[str, Any]:
     return document
 
 
-def _print_rescored(console: Console, result: Rescored) -> None:
+def _print_rescored(console: Console, result: Rescored, seed: int) -> None:
     changed = {True: "its source has changed since the run began", False: "its source is that of the run", None: ""}
     note = changed[result.is_changed]
     console.print(Text(f"{result.reward}{f' ({note})' if note else ''}; prompts: {result.prompts}"))
+    which = "all" if result.drawn == result.groups else f"drawn with seed {seed}; --all judges all of them"
+    judged = result.compared + result.skipped
+    console.print(Text(f"{result.drawn:,} of {result.groups:,} groups ({which}), with {judged:,} samples"))
     skipped = f"; {result.skipped:,} episodes that failed before were left out" if result.skipped else ""
     console.print(Text(f"{result.differing:,} of {result.compared:,} differ{skipped}"))
     if result.compared:

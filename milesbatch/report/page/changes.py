@@ -22,6 +22,8 @@ _MOST_CELLS = 6000
 _MOST_SERIES = len(SERIES_COLOURS)
 _MOST_MARKS = 20
 _DOTS_BELOW = 60
+_DENSE = 0.9
+"""A curve that never comes below this share is drawn from its lowest value on: from 0 on it would be a flat line."""
 _LAYERS, _KINDS = "chart-layers", "chart-kinds"
 
 Chart = dict[str, Any]
@@ -60,7 +62,7 @@ def changes_charts(changes: Changes) -> tuple[list[Chart], dict[str, list[Any]]]
         for place, group in enumerate(shown)
     ]
     has_dots = len(changes.versions) <= _DOTS_BELOW
-    spec = curve(height=150, has_dots=has_dots, has_zero=True, x_title="policy version")
+    spec = curve(height=150, has_dots=has_dots, has_zero=not _is_dense(shown), x_title="policy version")
     charts: list[Chart] = [
         {
             "element": _KINDS, "kind": "curve", "table": "changes", "x": "version", "unit": " %", "series": series,
@@ -114,7 +116,19 @@ def _level(density: float, low: float, high: float) -> float:
 def _words(changes: Changes) -> str:
     first, last = changes.versions[0], changes.versions[-1]
     looked = f"{many(len(changes.versions), 'version')} between {first} and {last} looked at"
-    return f"Share of elements whose bits differ from the version before; {looked}. milesbatch weights stats has all of them."
+    text = f"Share of elements whose bits differ from the version before; {looked}. milesbatch weights stats has all of them."
+    if _is_dense(changes.kinds):
+        text += (
+            " Nearly every element changes in every version: with weights in float32 even a small step moves each of them by"
+            " some bits. The curve begins near its lowest value, not at 0; weights.dtype: bfloat16 would tell kinds apart."
+        )
+    return text
+
+
+def _is_dense(groups: Sequence[Group]) -> bool:
+    """Do nearly all elements change, always?"""
+    known = [value for group in groups for value in group.density if value is not None]
+    return bool(known) and min(known) > _DENSE
 
 
 def _legend(shown: Sequence[Group]) -> Html:

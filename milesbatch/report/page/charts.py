@@ -43,16 +43,16 @@ def _signals(*more: Spec) -> list[Spec]:
 
 
 def curve(*, height: int, has_dots: bool, has_zero: bool, x_title: str, has_jumps: bool = False) -> Spec:
-    """Lines over steps or versions. Data: ``points`` (x, value, series, width, colour), ``breaks`` (x),
+    """Lines over steps or versions. Data: ``points`` (x, value, series, width, colour), ``breaks`` (x), ``deaths`` (x),
     ``jumps`` (x, value, label). Signals: ``at``, the x that is pointed at, else null; ``x0`` to ``y1``, what the axes show."""
-    marks: list[Spec] = [_breaks(), _lines(has_dots)]
+    marks: list[Spec] = [_breaks(), _lines(has_dots), _deaths()]
     if has_jumps:
         marks += _jumps()
     return {
         **_frame(height),
         "signals": _signals({"name": "at", "value": None}, *({"name": n, "value": 0} for n in ("x0", "x1", "y0", "y1"))),
         "data": [
-            {"name": "points"}, {"name": "breaks"}, {"name": "jumps"},
+            {"name": "points"}, {"name": "breaks"}, {"name": "deaths"}, {"name": "jumps"},
             {"name": "here", "source": "points", "transform": [
                 {"type": "filter", "expr": "datum.x === at && isValid(datum.value)"}]},
         ],
@@ -72,6 +72,17 @@ def _breaks() -> Spec:
         "encode": {"update": {
             "x": {"scale": "x", "field": "x"}, "y": {"value": 0}, "y2": {"signal": "height"},
             "stroke": {"value": "@warn"}, "strokeDash": {"value": [2, 3]}, "strokeWidth": {"value": 1},
+        }},
+    }  # fmt: skip
+
+
+def _deaths() -> Spec:
+    """Small triangles on the axis, where a process died."""
+    return {
+        "type": "symbol", "from": {"data": "deaths"}, "interactive": False,
+        "encode": {"update": {
+            "x": {"scale": "x", "field": "x"}, "y": {"signal": "height - 4"}, "shape": {"value": "triangle-up"},
+            "size": {"value": 52}, "fill": {"value": "@bad"}, "stroke": {"value": "@panel"}, "strokeWidth": {"value": 1},
         }},
     }  # fmt: skip
 

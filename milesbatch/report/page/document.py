@@ -8,8 +8,9 @@ policy names their digests, so that markup from a run could not run even if it w
 from __future__ import annotations
 
 import base64
+import bisect
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -22,6 +23,7 @@ from milesbatch.report.page import made, opening, told
 from milesbatch.report.page.changes import changes_charts, changes_section
 from milesbatch.report.page.charts import timeline
 from milesbatch.report.page.evaluations import evaluation_chart, evaluation_section
+from milesbatch.report.page.glossary import glossary
 from milesbatch.report.page.html import Html, joined, raw, safe_json, tag
 from milesbatch.report.page.lanes import Lanes, lay_lanes
 from milesbatch.report.page.material import Material
@@ -29,6 +31,7 @@ from milesbatch.report.page.panels import Panel, chosen_panels, label_of, panel_
 from milesbatch.report.page.steps import Steps, collect_steps, fewer
 from milesbatch.report.page.words import figure
 from milesbatch.timeline.slices import ACTIVITIES
+from milesbatch.timeline.troubles import Trouble
 
 _MOST_ROWS = 1500
 SectionParts = list[tuple[str, str, Html]]
@@ -44,7 +47,7 @@ def page(material: Material, library: str | None) -> str:
     panels = chosen_panels(steps)
     sections: SectionParts = [
         ("reward", "Reward", joined([_reward_figure(), told.jump_table(jumps, every)])),
-        ("faults", "Faults and restarts", told.trouble_table(material.troubles)),
+        ("faults", "Faults and restarts", _faults(material)),
         ("timeline", "Timeline", told.timeline_section(lanes, material.story)),
         ("evaluation", "Evaluation", evaluation_section(material.evaluations)),
         ("curves", "Curves", _curves(panels, steps)),
@@ -56,6 +59,7 @@ def page(material: Material, library: str | None) -> str:
         ("recipe", "Recipe and its changes", _recipe(material)),
         ("audit", "Audit", opening.audit_section(material)),
         ("steps", "Every step", told.step_table(fewer(every, _MOST_ROWS))),
+        ("words", "Words", glossary()),
     ]  # fmt: skip
     charts: list[dict[str, Any]] = [reward_chart("chart-reward", steps, jumps)]
     charts += [panel_chart(f"chart-p{n}", panel, names, steps) for n, (panel, names) in enumerate(panels)]
@@ -75,6 +79,7 @@ def page(material: Material, library: str | None) -> str:
             "changes": changed,
         },
         "breaks": _breaks(steps),
+        "deaths": _deaths(steps, material.troubles),
         "timeline": _timeline_data(lanes),
     }
     head = [opening.headline(material, every), opening.stop_cause(material), opening.missing(material)]
@@ -83,6 +88,10 @@ def page(material: Material, library: str | None) -> str:
 
 def _chart(name: str, label: str) -> Html:
     return tag("div", id=f"chart-{name}", _class="chart", role="img", aria_label=label)
+
+
+def _faults(material: Material) -> Html:
+    return joined([told.cost_of_faults(material.story), told.trouble_table(material.troubles)])
 
 
 def _lag(material: Material) -> Html:
@@ -148,6 +157,16 @@ def _breaks(steps: Steps) -> list[int]:
     return found
 
 
+def _deaths(steps: Steps, troubles: Sequence[Trouble]) -> list[int]:
+    """The steps that were under way when a process died or was lost, once each; after the last step, that one."""
+    found = set()
+    for trouble in troubles:
+        if trouble.kind in ("died", "lost") and steps.step:
+            place = bisect.bisect_left(steps.at_s, trouble.at_s)
+            found.add(steps.step[min(place, len(steps.step) - 1)])
+    return sorted(found)
+
+
 def _timeline_data(lanes: Lanes) -> dict[str, Any]:
     return {
         "spec": timeline(len(lanes.names)), "lanes": list(lanes.names), "activities": list(ACTIVITIES),
@@ -171,6 +190,7 @@ def _document(
     style, script = _asset("page.css"), _asset("page.js")
     scripts = [code for code in (library, script) if code is not None]
     links = [tag("a", name.capitalize(), href=f"#{name}") for name, _, _ in sections]
+    links.append(tag("span", "⟷ swipe for all sections", _class="hint", aria_hidden="true"))
     body = [
         tag("section", tag("h2", title, id=f"h-{name}"), content, id=name, aria_labelledby=f"h-{name}")
         for name, title, content in sections

@@ -64,8 +64,9 @@
     const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
     const room = high > low ? 0 : (Math.abs(high) || 1) * 0.5;
     const pad = xs.length === 1 ? 0.5 : 0;
-    const breaks = chart.table === "steps" ? data.breaks.map((x) => ({ x: x })) : [];
-    const view = await make(chart.spec, element, { points: points, breaks: breaks, jumps: chart.jumps || [] },
+    const marked = (list) => (chart.table === "steps" ? list.map((x) => ({ x: x })) : []);
+    const breaks = marked(data.breaks), deaths = marked(data.deaths);
+    const view = await make(chart.spec, element, { points: points, breaks: breaks, deaths: deaths, jumps: chart.jumps || [] },
       { at: chart.table === "steps" ? at : null, x0: xs[0] - pad, x1: xs[xs.length - 1] + pad, y0: low < 0 || room === 0 || low > 0 ? low - room : 0, y1: high + room }, colour);
     curves.push({ chart: chart, view: view, xs: xs, table: table, element: element });
   }

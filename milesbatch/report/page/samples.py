@@ -18,6 +18,8 @@ from milesbatch.report.page.experience import Experience
 from milesbatch.trajectories.trajectory import Trajectory
 
 _MOST_ODD = 6
+_EARLY = 2
+"""Of the first step, beside those of the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def read_chosen(experience: Experience, gaps: list[str]) -> list[Shown]:
 def _read(experience: Experience, gaps: list[str]) -> Iterator[Shown]:
     if experience.counted is None:
         return
-    for choice in choose(experience.candidates, best=1, median=1, worst=1, odd=_MOST_ODD, is_late=True):
+    for choice in choose(experience.candidates, best=1, median=1, worst=1, odd=_MOST_ODD, is_late=True, early=_EARLY):
         try:
             ((trajectory, fate),) = read_samples(experience.counted, [(choice.group_id, choice.sample_index)])
         except MilesbatchError as error:

@@ -13,6 +13,7 @@ from milesbatch.report.page.lanes import Lanes
 from milesbatch.report.page.material import Material
 from milesbatch.report.page.steps import Steps
 from milesbatch.report.page.words import clock, figure, many, moment, share, short_moment, span
+from milesbatch.timeline.losses import add_up_losses
 from milesbatch.timeline.slices import ACTIVITIES, Story
 from milesbatch.timeline.troubles import Trouble
 
@@ -76,7 +77,7 @@ def jump_table(jumps: Sequence[Jump], steps: Steps) -> Html:
         if window > 1
         else "From one step to the next."
     )
-    words += " Dotted lines: the run was started again, or steps were replayed."
+    words += " Dotted lines: the run was started again, or steps were replayed. Triangles: a process died or was lost."
     made = table(headings, rows, label=label, numbers=(3,), is_stacked=True)
     return joined([made, tag("p", words, _class="quiet")])
 
@@ -142,6 +143,29 @@ def trouble_table(troubles: Sequence[Trouble]) -> Html:
     return joined(
         [made, tag("p", f"{left_out} later ones are left out here.", _class="quiet") if left_out > 0 else None]
     )
+
+
+def cost_of_faults(story: Story) -> Html | None:
+    """One line: what faults and restarts cost in all, and by cause."""
+    lost = add_up_losses(story)
+    if not lost.total_s and not lost.workers_s:
+        return None
+    parts = [
+        f"{words} {span(seconds)}"
+        for words, seconds in (
+            ("between two starts of the run", lost.between_s),
+            ("the trainer away or starting again", lost.starting_s),
+            ("replaying recorded steps", lost.replaying_s),
+        )
+        if seconds
+    ]
+    text = f"Time lost: {span(lost.total_s)} of {span(lost.whole_s)} ({share(lost.total_s, lost.whole_s)})"
+    text += f": {', '.join(parts)}." if parts else "."
+    if lost.workers_s:
+        text += (
+            f" Rollout workers were away or starting again for {span(lost.workers_s)}, added up; the others went on."
+        )
+    return tag("p", text, id="time-lost")
 
 
 def timeline_section(lanes: Lanes, story: Story) -> Html:

@@ -121,6 +121,13 @@ def shown(body: dict[str, Any], width: int, height: int) -> list[str]:
     return capture.get().splitlines()
 
 
+def test_the_curve_says_what_it_is_and_goes_first_where_there_is_little_room(tmp_path: Path) -> None:
+    body = crowded_body(tmp_path)
+    (line,) = [line for line in shown(body, 120, 200) if "reward curve" in line]
+    assert "0.500 (from 0.100), last 2 steps" in line
+    assert not [line for line in shown(body, 80, 20) if "reward curve" in line]
+
+
 def test_a_crowded_run_fits_a_small_terminal(tmp_path: Path) -> None:
     lines = shown(crowded_body(tmp_path), 80, 23)
     assert len(lines) <= 23 and max(map(len, lines)) <= 80

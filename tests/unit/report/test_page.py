@@ -99,7 +99,7 @@ def test_all_sections_are_there_and_reachable(small: RunLayout) -> None:
     ids = [attributes.get("id") for _, attributes in reader.elements if attributes.get("id")]
     assert len(ids) == len(set(ids))
     links = [str(attributes["href"]) for attributes in reader.named("a")]
-    assert links[0] == "#main" and all(link[1:] in ids for link in links) and len(links) == 14
+    assert links[0] == "#main" and all(link[1:] in ids for link in links) and len(links) == 15
     words = reader.all_text()
     assert "sound" in words and "3 rebuilt" not in words and "policy version" in words.lower()
 

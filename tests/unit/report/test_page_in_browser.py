@@ -72,6 +72,10 @@ def test_readable_and_quiet(browser: Browser, report: Path, width: int, scheme: 
         "return [...document.querySelectorAll('canvas')].filter(c => c.getBoundingClientRect().right > innerWidth).length"
     )
     assert too_wide == 0
+    hint = "getComputedStyle(document.querySelector('nav .hint')).display !== 'none'"
+    assert browser.run(f"return {hint}") is (width == 390), (
+        "where sections are out of sight it is said how to come to them"
+    )
 
 
 def test_text_has_contrast(browser: Browser, report: Path) -> None:
