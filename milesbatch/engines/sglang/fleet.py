@@ -26,7 +26,7 @@ State = Literal["starting", "ready", "serving", "lost", "given up"]
 
 _LOOK_S = 0.25
 _MOST_FAILURES = 3
-"""Starts in a row without an answer to a request in between, after which a server is given up."""
+"""Failures in a row, without a token that it generated in between, after which a server is given up."""
 _BACK_OFF_S = 1.0
 _MOST_STICKY = 4096
 _HEALTH_S = 10.0
@@ -259,6 +259,7 @@ class Fleet:
                 if asking is not None and asking.done():
                     if asking.result():
                         good_s = now_s
+                        server.failures = 0
                         self._options.sign()
                     asking = None
                 if asking is None and now_s - asked_s >= period_s and not server.is_changing:
