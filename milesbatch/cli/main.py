@@ -21,6 +21,7 @@ from milesbatch.cli.drill import drill
 from milesbatch.cli.evaluate import evaluate
 from milesbatch.cli.life import cancel, resume, scale
 from milesbatch.cli.logs import logs
+from milesbatch.cli.plan import plan
 from milesbatch.cli.replay import replay
 from milesbatch.cli.report import report
 from milesbatch.cli.run import run
@@ -48,6 +49,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps=20")(run)
 app.command("submit", epilog="Example: milesbatch submit recipes/tiny.yaml --site devcluster --dry-run")(submit)
+app.command("plan", epilog="Example: milesbatch plan recipes/tiny.yaml --run runs/tiny")(plan)
 app.command("cancel", epilog="Example: milesbatch cancel runs/tiny --now")(cancel)
 app.command("resume", epilog="Example: milesbatch resume runs/tiny")(resume)
 app.command("scale", epilog="Example: milesbatch scale runs/tiny --rollout 8")(scale)

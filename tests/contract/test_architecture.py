@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "milesbatch"
 
 # Imports point down (to a later line). Peers within a line may import each other's modules, but not in a cycle.
 LAYERS = (
-    ("cli", "catalogue", "report", "timeline", "analysis", "audit", "drill", "doctor", "jobs"),
+    ("cli", "catalogue", "report", "timeline", "analysis", "audit", "drill", "doctor", "jobs", "plan"),
     ("controller",),
     ("evaluation",),
     ("rollout", "trainer"),
@@ -69,6 +69,7 @@ WITHOUT_TORCH = (
     "drill",
     "doctor",
     "jobs",
+    "plan",
 )
 
 DOORS = {
