@@ -109,21 +109,25 @@ def _kill_descendants() -> None:
     """
     shared = _shared_memory()
     began_s = time.monotonic()
-    while time.monotonic() < began_s + _KILL_S:
-        found = _descendants()
-        for pid in found:
+    while _has_children() and time.monotonic() < began_s + _KILL_S:
+        for pid in _descendants():
             if time.monotonic() < began_s + _TRACKER_S and _is_tracker(pid):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not found:
-            break
         time.sleep(0.05)
     for path in shared:
         path.unlink(missing_ok=True)
+
+
+def _has_children() -> bool:
+    """After taking leave of those that ended. Whoever loses its parent becomes a child of this process."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _shared_memory() -> set[Path]:
@@ -146,13 +150,13 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _descendants() -> list[int]:
+    """Zombies too: one that has only lost its first thread still runs, and has children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                words = (entry / "stat").read_text().rpartition(")")[2].split()
-                if words[0] != "Z":
-                    children.setdefault(int(words[1]), []).append(int(entry.name))
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
     found, look = [], [os.getpid()]
     while look:
         below = children.get(look.pop(), [])

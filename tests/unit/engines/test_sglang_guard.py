@@ -75,6 +75,21 @@ def test_a_killed_server_takes_all_with_it(tmp_path: Path) -> None:
     assert (tmp_path / "rubbish").exists(), "the worker lives and may start another"
 
 
+def test_a_server_without_its_first_thread_is_found(tmp_path: Path) -> None:
+    """As any process with threads is for a moment when it is killed: the kernel calls it a zombie, and it has children."""
+    script = SERVER.replace(
+        "time.sleep(600)",
+        "import ctypes, threading\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+        "\nctypes.CDLL(None).syscall(60, 0)",
+    )
+    process = ServerProcess.start([sys.executable, "-c", script, str(tmp_path / "pids")], tmp_path / "log", {}, None)
+    until(lambda: len(pids(tmp_path)) == 3, "the server has started its helpers")
+    until(lambda: sum(map(is_alive, pids(tmp_path))) == 2, "its first thread is gone")
+    process.kill()
+    assert not any(map(is_alive, pids(tmp_path)))
+    assert process.exit_code() == 0, "the guard was not killed for being late"
+
+
 def test_at_the_end_the_directory_goes_too(tmp_path: Path) -> None:
     process = start(tmp_path)
     process.kill(is_over=True)
