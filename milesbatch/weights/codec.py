@@ -48,7 +48,11 @@ _UNSIGNED: Mapping[int, np.dtype[Any]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-_STEP_BYTES = (1, 2, 4)
+STEP_BYTES = (1, 2, 4)
+"""Widths of elements that ``steps-zstd`` is for."""
+
+FEW = 1 / 16
+"""Up to this share of changed elements no other encoding was ever smaller (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,11 @@ def encode(old: Buffer | None, new: Buffer, element_bytes: int) -> Encoded:
     before = _elements(old, element_bytes)
     if before.size != after.size:
         raise ValueError(f"old tensor has {before.size} elements, new one {after.size}")
-    if element_bytes in _STEP_BYTES and (found := encode_steps(before, after, kernels(), hashing.reach)) is not None:
+    if element_bytes in STEP_BYTES and (found := encode_steps(before, after, kernels(), hashing.reach)) is not None:
         payload, changed = found
         if changed == 0:
             return Encoded("same", b"", 0, hashing.digest())
-        if changed <= _FEW * after.size and len(payload) < after.nbytes:
+        if changed <= FEW * after.size and len(payload) < after.nbytes:
             return Encoded("steps-zstd", payload, changed, hashing.digest())
         candidates: list[tuple[Encoding, bytes]] = [("steps-zstd", payload)]
     else:
@@ -91,10 +95,6 @@ def encode(old: Buffer | None, new: Buffer, element_bytes: int) -> Encoded:
             return Encoded("same", b"", 0, hashing.digest())
     candidates.append(("xor-zstd", _join(_compress(_to_planes(b ^ a)) for b, a in _parts(before, after))))
     return _smallest(candidates, after, changed, hashing)
-
-
-_FEW = 1 / 16
-"""Up to this share of changed elements no other encoding was ever smaller (docs/benchmarks.md)."""
 
 
 def decode(
@@ -132,7 +132,7 @@ def open_change(encoding: str, payload: Buffer, *, num_bytes: int, element_bytes
     if encoding == "xor-zstd":
         return _XorZstd(data, num_bytes, element_bytes)
     if encoding == "steps-zstd":
-        expect(element_bytes in _STEP_BYTES, f"steps-zstd for elements of {element_bytes} bytes")
+        expect(element_bytes in STEP_BYTES, f"steps-zstd for elements of {element_bytes} bytes")
         return StepsChange(data, num_bytes // element_bytes, element_bytes, kernels())
     raise corrupt(f"unknown encoding {encoding!r}")
 

@@ -31,6 +31,7 @@ from milesbatch.weights.kernels import (
     Applier,
     Bytes,
     ClassChanges,
+    Counts,
     Elements,
     Kernels,
     Numbers,
@@ -58,7 +59,7 @@ CAPACITY = 1 << 19
 Reached = Callable[[int], None]
 """Told after each piece how many elements are done, while that piece is still in the processor's cache."""
 
-_SAMPLE_RUN, _SAMPLE_RUNS, _SAMPLE_SHARE, _MOST_RUNS = 1024, 16, 32, 256
+SAMPLE_RUN, _SAMPLE_RUNS, _SAMPLE_SHARE, _MOST_RUNS = 1024, 16, 32, 256
 """The sample: runs of so many elements, at least so many of them, one element in so many, but at most so many runs."""
 _BITS_FOR_A_CLASS = 300.0
 """What one more class costs: its counts, and the tables of the entropy stage."""
@@ -66,18 +67,36 @@ _TOKENS_FOR_A_TABLE = 256
 """Lists with fewer tokens than that share a block, and so a table, with those behind them."""
 
 
+Scan = Callable[[int, int, Numbers, int], "list[ClassChanges] | None"]
+"""Changes of each class, given the first element, the end, the thresholds and the capacity; None when there are more."""
+
+
 def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: Reached) -> tuple[bytes, int] | None:
     """Payload, and number of changed elements; None when so many changed that another encoding is better.
 
     ``before``, ``after``: the same number of elements of 1, 2 or 4 bytes. ``reached`` may hear of a place twice.
     """
-    thresholds = choose_thresholds(before, after, kernels)
+
+    def scan(begin: int, stop: int, thresholds: Numbers, capacity: int) -> list[ClassChanges] | None:
+        scanner = kernels.scanner(thresholds, capacity)
+        for piece in range(begin, stop, PIECE):
+            end = min(piece + PIECE, stop)
+            if not scanner.feed(before[piece:end], after[piece:end]):
+                return None
+            reached(end)
+        return scanner.changes()
+
+    return encode_parts(before.size, choose_thresholds(before, after, kernels), scan, kernels)
+
+
+def encode_parts(size: int, thresholds: Numbers, scan: Scan, kernels: Kernels) -> tuple[bytes, int] | None:
+    """As :func:`encode_steps`, of ``size`` elements, wherever they are: ``scan`` finds their changes."""
     payload = io.BytesIO()  # grows in place: joining parts would take the payload twice
     payload.write(bytes([LAYOUT, len(thresholds)]) + thresholds.astype("<u4").tobytes())
     begin, length, changed = 0, SEGMENT, 0
-    while begin < before.size:
-        stop = min(begin + length, before.size)
-        changes = _scan(before, after, begin, stop, thresholds, kernels, reached)
+    while begin < size:
+        stop = min(begin + length, size)
+        changes = scan(begin, stop, thresholds, CAPACITY)
         if changes is None:
             length //= 2
             if length <= CAPACITY:
@@ -144,28 +163,25 @@ class StepsChange:
 
 
 def choose_thresholds(before: Elements, after: Elements, kernels: Kernels) -> Numbers:
-    """Old magnitudes at which a new class begins, from a sample; at most ``MAX_CLASSES - 1`` of them, ascending.
+    """Old magnitudes at which a new class begins, from a sample; at most ``MAX_CLASSES - 1`` of them, ascending."""
+    elements, changes = kernels.count(before, after, SAMPLE_RUN, sample_stride(before.size))
+    return place_thresholds(elements, changes, before.size, before.itemsize, kernels)
+
+
+def sample_stride(size: int) -> int:
+    """The sample of so many elements: the first :data:`SAMPLE_RUN` of every stretch of this length."""
+    num_runs = max(_SAMPLE_RUNS, size // (_SAMPLE_SHARE * SAMPLE_RUN))
+    return max(SAMPLE_RUN, size // min(num_runs, _MOST_RUNS))
+
+
+def place_thresholds(elements: Counts, changes: Counts, size: int, element_bytes: int, kernels: Kernels) -> Numbers:
+    """Thresholds for a sample's counts by key (:meth:`milesbatch.weights.kernels.Kernels.count`).
 
     They minimise the entropy of the positions: the sum over classes of N H(K / N) for K changes among N elements.
     """
-    num_runs = max(_SAMPLE_RUNS, before.size // (_SAMPLE_SHARE * _SAMPLE_RUN))
-    stride = max(_SAMPLE_RUN, before.size // min(num_runs, _MOST_RUNS))
-    elements, changes = kernels.count(before, after, _SAMPLE_RUN, stride)
-    weight = before.size / max(1, int(elements.sum()))
+    weight = size / max(1, int(elements.sum()))
     cuts = kernels.cut(elements, changes, weight, _BITS_FOR_A_CLASS, MAX_CLASSES - 1)
-    return cuts << np.uint32(key_shift(before.itemsize))
-
-
-def _scan(
-    before: Elements, after: Elements, begin: int, stop: int, thresholds: Numbers, kernels: Kernels, reached: Reached
-) -> list[ClassChanges] | None:
-    scanner = kernels.scanner(thresholds, CAPACITY)
-    for piece in range(begin, stop, PIECE):
-        end = min(piece + PIECE, stop)
-        if not scanner.feed(before[piece:end], after[piece:end]):
-            return None
-        reached(end)
-    return scanner.changes()
+    return cuts << np.uint32(key_shift(element_bytes))
 
 
 # -- one segment ------------------------------------------------------------------------------------------------------
