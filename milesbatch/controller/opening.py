@@ -28,7 +28,7 @@ from milesbatch.recipe.forking import refuse_fork
 from milesbatch.recipe.freeze import ABSENT, changed_keys
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
-from milesbatch.records import IncarnationRecord, RunRecord
+from milesbatch.records import ForkRecord, IncarnationRecord, RunRecord
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import frozen_recipe, read_fork, read_run_record
@@ -131,9 +131,14 @@ def check_same_recipe(layout: RunLayout, record: RunRecord, wanted: Recipe) -> d
     return {change.path: None if change.new is ABSENT else change.new for change in kept}
 
 
-def _make_run(layout: RunLayout, recipe: Recipe, say: Say, preparing: Sequence[str]) -> RunRecord:
+def check_beginning(layout: RunLayout, recipe: Recipe) -> ForkRecord | None:
+    """What a directory without a run was given by a fork, perhaps for another recipe; None when it was given nothing.
+
+    Raises:
+        RunMismatchError: ``recipe`` cannot go on from there.
+    """
     fork = read_fork(layout)
-    if fork is not None:  # made before, perhaps for another recipe
+    if fork is not None:
         origin = origin_after(fork.forked_from)
         refuse_fork(
             load_recipe(layout.parent_recipe),
@@ -142,6 +147,11 @@ def _make_run(layout: RunLayout, recipe: Recipe, say: Say, preparing: Sequence[s
             first_group=origin.first_group,
             has_gaps=bool(origin.decided),
         )
+    return fork
+
+
+def _make_run(layout: RunLayout, recipe: Recipe, say: Say, preparing: Sequence[str]) -> RunRecord:
+    fork = check_beginning(layout, recipe)
     lay_out(layout, recipe)
     say(f"new run in {layout.root}" if fork is None else f"new run in {layout.root}, a fork of {fork.forked_from.path}")
     fingerprints = prepare(layout, say, preparing)

@@ -13,7 +13,7 @@ from milesbatch.cluster import slurm
 from milesbatch.cluster.job_plan import plan_jobs
 from milesbatch.cluster.script import JobBody, Script, rollout_script, run_script
 from milesbatch.cluster.submission import submit_script
-from milesbatch.controller.opening import check_same_recipe
+from milesbatch.controller.opening import check_beginning, check_same_recipe
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import RunMismatchError
 from milesbatch.jobs.order import Order, write_order
@@ -64,13 +64,15 @@ def check_order(order: Order) -> None:
     """Refuse now what the job would refuse after hours in the queue.
 
     Raises:
-        RunMismatchError: the directory is a run of another recipe, or no directory.
+        RunMismatchError: the directory is a run of another recipe, a fork that this recipe cannot go on with, or no directory.
     """
     if order.layout.root.exists() and not order.layout.root.is_dir():
         raise RunMismatchError(f"{order.layout.root} is a file", mend="give a directory with --run-dir")
     record = read_run_record(order.layout)
     if record is not None:
         check_same_recipe(order.layout, record, order.recipe)
+    else:
+        check_beginning(order.layout, order.recipe)
 
 
 def submit(order: Order, scripts: tuple[Script, ...]) -> dict[str, str]:

@@ -18,7 +18,9 @@ from prepared_slurm import PreparedSlurm
 from milesbatch.cli.main import main
 from milesbatch.errors import EXIT_NOT_WELL, EXIT_TEMPFAIL, EXIT_USAGE
 from milesbatch.jobs.submit import mark
+from milesbatch.recipe.load import load_recipe
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.run import read_fork
 
 RECIPE = "name: tiny\nsteps: 3\nmodel: {kind: made}\ndata: {kind: arithmetic}\n"
 
@@ -186,7 +188,30 @@ def test_a_directory_of_another_recipe_is_refused(shell: Shell, fake: PreparedSl
     said = shell(*SUBMIT)
     assert said.code == EXIT_USAGE
     assert "is a run of another recipe" in said.err and "name: 'small' -> 'tiny'" in said.err
+    assert "--fork NEW_RUN" in said.err
     assert fake.submitted() == []
+
+
+def test_a_fork_takes_the_state_over_at_once_and_queues_the_new_run(shell: Shell, fake: PreparedSlurm) -> None:
+    make_run(shell.run().root, load_recipe(shell.directory / "tiny.yaml"))
+    before = shell.run().run_record.read_bytes()
+    changed = ("--fork", "other", "--set", "trainer.optimizer.learning_rate=1e-6")
+    said = shell(*SUBMIT, *changed, "--dry-run")
+    assert said.code == EXIT_USAGE and "--dry-run makes nothing" in said.err
+    assert not shell.run("other").root.exists()
+    said = shell(*SUBMIT, *changed)
+    assert said.code == 0, said.err
+    other = shell.run("other")
+    assert "other begins with step 0 of" in said.err and f"milesbatch status {other.root}" in said.err
+    fork = read_fork(other)
+    assert fork is not None and fork.forked_from.run_id in before.decode()
+    (script,) = fake.submitted()
+    assert str(other.root) in script and shell.run().run_record.read_bytes() == before
+    again = shell(
+        "submit", "tiny.yaml", "--site", "here", "--run-dir", str(other.root), "--set", "model.hidden_size=64"
+    )
+    assert again.code == EXIT_USAGE and "a fork keeps its parent's model" in again.err
+    assert len(fake.submitted()) == 1
 
 
 @pytest.mark.parametrize(
