@@ -20,7 +20,7 @@ setup(
         Extension(
             "milesbatch.weights._steps",
             ["milesbatch/weights/native/steps.c"],
-            depends=["milesbatch/weights/native/loops.h"],
+            depends=["milesbatch/weights/native/lists.h", "milesbatch/weights/native/loops.h"],
             extra_compile_args=["-O2", "-fno-tree-slp-vectorize"],
             py_limited_api=True,
             libraries=["m"],

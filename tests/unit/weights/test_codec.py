@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,3 +203,25 @@ def test_large_tensors_are_cut_into_parts() -> None:
     alone = encode(None, ones, 2)
     assert alone.encoding == "raw-zstd"
     assert np.array_equal(decode("raw-zstd", alone.payload, None, num_bytes=ones.size, element_bytes=2), ones)
+
+
+@pytest.mark.long
+def test_a_tensor_of_more_than_four_gib_takes_little_more_than_its_payload() -> None:
+    """Its pages are those of the system that hold zeros, but for the changed ones: it takes no such memory itself."""
+    num_elements = (1 << 31) + 4_321
+    old, new = np.zeros(num_elements, np.uint16), np.zeros(num_elements, np.uint16)
+    places = np.array([0, SEGMENT - 1, (1 << 31) - 1, 1 << 31, num_elements - 1])
+    new[places] += np.array([1, 2, 3, 0xFFFF, 1], np.uint16)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of earlier tests (proc(5))
+    peak = _peak_kib()
+    encoded = encode(old.view(np.uint8), new.view(np.uint8), 2)
+    assert (encoded.encoding, encoded.changed) == ("steps-zstd", places.size)
+    change = open_change(encoded.encoding, encoded.payload, num_bytes=old.nbytes, element_bytes=2)
+    assert apply([change], old.view(np.uint8), old.view(np.uint8), 2) == encoded.digest
+    assert np.array_equal(old[places], new[places]) and np.count_nonzero(old) == places.size
+    assert _peak_kib() - peak < 64 * 1024
+
+
+def _peak_kib() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
