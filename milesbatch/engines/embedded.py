@@ -145,6 +145,11 @@ class EmbeddedEngine:
         """Tokens since the start, of all requests."""
         return self._tokens_generated
 
+    @property
+    def cached_share(self) -> float | None:
+        """Siblings share a prefill; it is not counted."""
+        return None
+
     def close(self) -> None:
         """Stop the decode thread; futures still open end as ``abort`` with the tokens they have. May be called again."""
         with self._wake:

@@ -120,5 +120,9 @@ class RolloutEngine(Protocol):
     def tokens_generated(self) -> int:
         """Tokens since the start; a counter that stands still while samples are in flight means a hang."""
 
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that were in a prefix cache, since the start; None where that is not counted."""
+
     def close(self) -> None:
         """Stop; futures still open end as ``abort`` with the tokens they have."""

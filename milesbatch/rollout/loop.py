@@ -244,6 +244,7 @@ class WorkerLoop:
         )
         accepted = self._controller.commit(request)
         point("rollout.committed")
+        cached = self._engine.cached_share
         self._events.write(
             "trajectories_committed",
             path=str(name),
@@ -252,6 +253,7 @@ class WorkerLoop:
             tokens=request.response_tokens,
             generated_s=round(generated_s, 4),
             failed=len(request.errors),
+            **({} if cached is None else {"cached_share": round(cached, 4)}),
         )
         if not accepted:
             reason = "another worker's file of the same groups was committed first"

@@ -73,7 +73,7 @@ def test_it_learns_though_killed_at_random(cache: Path, tmp_path: Path) -> None:
     """Everything by SIGKILL, then a server, a scheduler and a worker: it goes on, and the policy has learned in the end."""
     run = tmp_path / "run"
     moments = random.Random(4)
-    arguments = ("run", TINY, "--run-dir", run, "--set", PYTHON, "--set", "steps=60")
+    arguments = ("run", TINY, "--run-dir", run, "--set", PYTHON, "--set", "steps=40")
     for _ in range(2):
         command = Command(*arguments, cache=cache)
         before = steps(run)
@@ -92,7 +92,7 @@ def test_it_learns_though_killed_at_random(cache: Path, tmp_path: Path) -> None:
     ended = command.wait(2000)
     assert ended.code == 0, ended.err
     check_nothing_left(run)
-    check_sound(run, cache, 60)
+    check_sound(run, cache, 40)
     found = rewards(run)
     assert sum(found[-5:]) / 5 > sum(found[:5]) / 5 + 0.2, found
     told = [event["text"] for index in (0, 1) for event in events(run, f"rollout-{index}", "engine_server")]

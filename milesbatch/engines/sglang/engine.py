@@ -141,9 +141,9 @@ class SGLangEngine:
         return self._tokens
 
     @property
-    def cached_share(self) -> float:
-        """Share of the prompts' tokens that servers had in their prefix caches."""
-        return self._cached / max(self._prompted, 1)
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that servers had in their prefix caches; None before the first answer."""
+        return self._cached / self._prompted if self._prompted else None
 
     def close(self) -> None:
         """Stop; futures still open end as ``abort`` with the tokens they have. No process of a server is left."""

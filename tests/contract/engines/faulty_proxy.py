@@ -45,7 +45,11 @@ class FaultyProxy:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, httpx.HTTPError, ValueError, RuntimeError), connection.makefile("rb") as stream:
+        with (
+            connection,
+            suppress(OSError, httpx.HTTPError, ValueError, RuntimeError),
+            connection.makefile("rb") as stream,
+        ):
             while line := stream.readline():
                 method, path, _ = line.decode().split()
                 headers = {}

@@ -148,6 +148,7 @@ def test_siblings_do_not_use_what_older_weights_left_in_the_cache(
         for _ in range(2):
             (done,) = results(engine.submit([asked]))
             assert done.logprobs == pytest.approx(reference_logprobs(models[version % 3], asked, done), abs=EXACT)
+    assert engine.cached_share is not None
     assert engine.cached_share > 0.3, "the second of each pair had its prompt in the cache"
     engine.close()
 

@@ -69,6 +69,7 @@ class HashEngine:
     def __init__(self) -> None:
         self.policy_version = -1
         self.tokens_generated = 0
+        self.cached_share = None
         self._digest = ""
 
     def activate(self, weights: PolicyWeights) -> float:
