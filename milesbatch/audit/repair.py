@@ -1,8 +1,9 @@
 """Putting what is broken or orphaned out of the way, and saying what the next start will do.
 
-Owns the moves to ``quarantine/``; never deletes, and never touches ``run.json``, the recipe, ``model/`` or an incarnation's
-record (without them nobody knows who may write). Crash states: each move is durable by itself; killed midway, the rest is
-found again by the next audit. The fence is checked before each move, so that a controller that starts meanwhile ends it.
+Owns the moves to ``quarantine/``; never deletes, and never touches ``run.json``, the recipe, ``model/``, a fork's proofs or an
+incarnation's record (without them nobody knows who may write). Crash states: each move is durable by itself; killed midway,
+the rest is found again by the next audit. The fence is checked before each move, so that a controller that starts meanwhile
+ends it.
 The pages behind it are ``docs/audit.md`` and ``docs/protocol.md``.
 """
 
@@ -77,7 +78,9 @@ def repair(layout: RunLayout, findings: Findings) -> Repair:
 
 def _blockers(layout: RunLayout, findings: Findings) -> list[str]:
     """Damage that no start can go around: what the run is, and who may write."""
-    fixed = (layout.run_record.name, layout.recipe.name, f"{layout.model.name}/", f"{layout.incarnations.name}/")
+    files = (layout.run_record, layout.recipe, layout.fork)
+    folders = (layout.model, layout.parent, layout.incarnations)
+    fixed = (*(path.name for path in files), *(f"{path.name}/" for path in folders))
     kinds = ("damaged", "missing", "mismatch", "unreadable")
     paths = sorted({v.path for v in findings.violations if v.kind in kinds and v.path.startswith(fixed)})
     if not paths:

@@ -12,7 +12,8 @@ from builders import GROUPS_PER_STEP, make_run, past_incarnation
 from forked_runs import Full, KilledError, Mortal, WithoutLinks, begin_run, fork_recipe, grow_fork, make_fork, tree
 
 from milesbatch.audit.findings import Findings
-from milesbatch.audit.prove import audit_run
+from milesbatch.audit.prove import audit_run, examine
+from milesbatch.audit.repair import describe_next_start, repair
 from milesbatch.audit.rules import check_identity
 from milesbatch.decisions.resume import plan_resume
 from milesbatch.errors import (
@@ -253,6 +254,24 @@ def test_an_audit_finds_a_first_state_that_is_not_the_parents(original: RunLayou
 
 def _ref(ref: dict[str, Any], shard: Path) -> dict[str, Any]:
     return file_ref(shard, ref["path"]).model_dump() if ref["path"].endswith(shard.name) else ref
+
+
+def test_a_repair_says_what_a_fork_cannot_go_on_without(original: RunLayout, tmp_path: Path) -> None:
+    make_fork(original, tmp_path / "new")
+    fork = new(tmp_path)
+    begin_run(fork)
+    grow_fork(fork, range(7, 8))
+    verdict, findings = examine(fork)
+    assert verdict.ok and describe_next_start(fork, read_incarnations(fork), findings) == [
+        "will go on from checkpoint 7 with step 8"
+    ]
+    shutil.rmtree(fork.checkpoint(7))
+    spoil(fork.checkpoint_shards(6, 0) / "model.distcp")
+    (told,) = describe_next_start(fork, read_incarnations(fork), findings)
+    assert told.startswith("cannot be continued: checkpoint 6, with which this fork began")
+    spoil(fork.parent_weights)
+    found = repair(fork, examine(fork)[1])
+    assert found.moved == () and "parent/weights.json must be put back" in found.next_start[0]
 
 
 def test_a_record_of_a_step_before_the_fork_is_a_violation(original: RunLayout, tmp_path: Path) -> None:
