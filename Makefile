@@ -78,6 +78,7 @@ bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the
 	$(BIN)/python benchmarks/embedded_engine.py
 	$(BIN)/python benchmarks/audit_run.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
+	$(BIN)/python benchmarks/publish_stall.py
 	$(BIN)/python benchmarks/weights_codec.py
 	$(BIN)/python benchmarks/trajectories_at_scale.py
 

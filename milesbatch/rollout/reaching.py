@@ -30,15 +30,19 @@ _TRIES = 5
 """How often a version may come back damaged before this worker gives up: then the fault is rather its own host's."""
 
 
-def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None]) -> Follower:
+def open_follower(
+    run: OpenRun, incarnation: int, tell: Callable[[str], None], *, in_place: bool = False
+) -> Follower:
     """A follower of the versions that count in ``incarnation``; those that the controller names are looked for a while.
+
+    ``in_place`` as of :class:`Follower`.
 
     Raises:
         CorruptArtefactError: an incarnation record is missing or damaged, so that nobody knows what counts.
     """
     sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, tell)
     incarnations = sight.until_seen(lambda: read_incarnations(run.layout, at_least=incarnation))
-    return Follower(run.layout, accept=Seals(incarnations).accept_weights, sight=sight)
+    return Follower(run.layout, accept=Seals(incarnations).accept_weights, sight=sight, in_place=in_place)
 
 
 def open_staged_follower(
