@@ -30,9 +30,7 @@ _TRIES = 5
 """How often a version may come back damaged before this worker gives up: then the fault is rather its own host's."""
 
 
-def open_follower(
-    run: OpenRun, incarnation: int, tell: Callable[[str], None], *, in_place: bool = False
-) -> Follower:
+def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None], *, in_place: bool = False) -> Follower:
     """A follower of the versions that count in ``incarnation``; those that the controller names are looked for a while.
 
     ``in_place`` as of :class:`Follower`.

@@ -58,7 +58,8 @@ def main(context: RoleContext) -> None:
         engine, follower = servers.engine, servers.follower
     else:
         engine = open_engine(layout.model, recipe, tokenizer)
-        follower = open_follower(run, context.incarnation, tell, in_place=True)  # the engine's model is a copy of its own
+        # In place, for the engine's model is a copy of its own.
+        follower = open_follower(run, context.incarnation, tell, in_place=True)
     recorder = Recorder(context.name, context.incarnation)
     runner = EpisodeRunner(recipe, open_prompts(recipe), tokenizer, stop_token_ids(layout.model), recorder)
     events.write("ready", seconds=round(time.monotonic() - began_s, 2))
