@@ -237,6 +237,9 @@ class SGLangEngine:
         self._in_flight[rid] = client
         try:
             answer = await client.post("generate", body, self._options.request_timeout_s)
+        except ServerGoneError:
+            await self._fleet.doubt(server)
+            raise
         finally:
             server.in_flight -= 1
             self._in_flight.pop(rid, None)
@@ -244,7 +247,6 @@ class SGLangEngine:
             raise ServerGoneError(f"{server.name} was lost, or failed to change its weights, while it answered")
         before = len(response.tokens)
         reason = response.add(answer, self._versions, self._stop_text)
-        server.failures = 0
         self._tokens += max(len(response.tokens) - before, 0)
         return reason
 

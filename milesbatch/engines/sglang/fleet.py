@@ -26,7 +26,8 @@ State = Literal["starting", "ready", "serving", "lost", "given up"]
 
 _LOOK_S = 0.25
 _MOST_FAILURES = 3
-"""Failures in a row, without a token that it generated in between, after which a server is given up."""
+"""Failures in a row to come to serving, after which a server is given up. One that serves and dies again is started
+again: the requests that it keeps losing end that."""
 _BACK_OFF_S = 1.0
 _MOST_STICKY = 4096
 _HEALTH_S = 10.0
@@ -62,6 +63,10 @@ class Server:
     failures: int = 0
     trouble: EngineError | None = None
     is_changing: bool = False
+    changes: int = 0
+    """Counts changes of weights that have begun."""
+    doubt: asyncio.Task[bool] | None = None
+    """A question whether it still generates, which all who doubt it share."""
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -138,6 +143,19 @@ class Fleet:
             self._check()
             await self._await_change()
 
+    async def doubt(self, server: Server) -> None:
+        """An answer did not come: ask the server itself whether it still generates; if not, it is lost."""
+        client, changes = server.client, server.changes
+        if server.state != "serving" or client is None or server.is_changing:
+            return
+        if server.doubt is None or server.doubt.done():
+            server.doubt = asyncio.create_task(client.is_healthy(self._options.health_timeout_s))
+        is_healthy = await asyncio.shield(server.doubt)
+        # While weights change it is paused, and says no.
+        if not is_healthy and server.state == "serving" and server.client is client and server.changes == changes:
+            server.state = "lost"
+            server.trouble = EngineError(f"{server.name} does not generate any more")
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def activate(self, weights: PolicyWeights) -> float:
@@ -162,6 +180,7 @@ class Fleet:
         """Returns 0 when it failed; then it has a trouble, and is not used."""
         assert server.client is not None
         server.is_changing = True
+        server.changes += 1
         ticking = asyncio.create_task(self._tick())
 
         def taint() -> None:
@@ -187,7 +206,7 @@ class Fleet:
         finally:
             server.is_changing = False
             ticking.cancel()
-        server.version, server.state = weights.version, "serving"
+        server.version, server.state, server.failures = weights.version, "serving", 0
         self._tell_change()
         return paused_s
 
@@ -259,7 +278,6 @@ class Fleet:
                 if asking is not None and asking.done():
                     if asking.result():
                         good_s = now_s
-                        server.failures = 0
                         self._options.sign()
                     asking = None
                 if asking is None and now_s - asked_s >= period_s and not server.is_changing:

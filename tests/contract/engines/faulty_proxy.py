@@ -23,18 +23,24 @@ class FaultyProxy:
     target: str
     spoil: Spoil = field(default=lambda number: "pass")
     asked: int = 0
+    port: int = 0
+    """At which it listens; 0: at a free one."""
 
     def __post_init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=256)
+        self.port = self._socket.getsockname()[1]
         self._lock = threading.Lock()
         self._client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None))
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
+        """As if its host were gone: connections end, and new ones are refused."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._client.close()
 

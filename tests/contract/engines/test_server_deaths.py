@@ -128,7 +128,6 @@ def test_a_server_that_dies_under_requests_costs_no_token(
         assert done.logprobs == pytest.approx(reference_logprobs(models[version % 4], wanted, done), abs=EXACT)
     pair.until_told("is up after", ups + 1)
     pair.until_both_serve()
-    assert not set(found) & set(descendants(1)) - set(descendants(os.getpid())), "what was killed is gone"
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes), "nothing of the old server is left"
     server = pair.engine._fleet.servers[0]
     assert server.version == version, "it has caught up"

@@ -103,6 +103,32 @@ def test_a_server_that_is_not_there(real: RealServer, models: list[Any], tmp_pat
     engine.close()
 
 
+def test_a_server_that_goes_away_and_comes_back(
+    real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """It is not ours to start: requests wait for it, and it is not used before it has the weights again."""
+    told: list[str] = []
+    engine = real.attach(tmp_path, url=proxy.url, told=told)
+    engine.activate(Weights(50, models[0]))
+    proxy.spoil = lambda number: "lost"
+    asked = [request(4, salt=i, seed=i) for i in range(4)]
+    futures = engine.submit(asked)
+    while proxy.asked < 4:
+        time.sleep(0.05)
+    proxy.close()
+    while not any("does not generate any more" in text for text in told):
+        time.sleep(0.1)
+    other = real.attach(tmp_path / "other")
+    other.activate(Weights(7, models[1]))
+    other.close()
+    again = FaultyProxy(real.place.url, port=proxy.port)
+    for wanted, done in zip(asked, results(futures), strict=True):
+        assert (len(done.tokens), done.versions) == (12, (VersionSpan(0, 50),))
+        assert done.logprobs == pytest.approx(reference_logprobs(models[0], wanted, done), abs=EXACT)
+    engine.close()
+    again.close()
+
+
 def test_a_server_with_another_key_is_not_used(real: RealServer, models: list[Any], tmp_path: Path) -> None:
     place = real.place
     key, place.key = place.key, "another"
