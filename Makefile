@@ -74,8 +74,9 @@ format: setup ## rewrite code and generated docs in their one form
 docs: setup ## generate docs/recipe.md and docs/sites.md
 	$(BIN)/python -m milesbatch.recipe.document docs/recipe.md docs/sites.md
 
-bench: setup ## benchmarks: each prints a ratio to a named peer, measured in the same run
+bench: setup sglang-cpu ## benchmarks: each prints a ratio to a named peer, measured in the same run
 	$(BIN)/python benchmarks/embedded_engine.py
+	$(BIN)/python benchmarks/sglang_worker.py
 	$(BIN)/python benchmarks/audit_run.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/publish_stall.py
