@@ -175,18 +175,24 @@ def main() -> None:
         bench = Bench(arguments, Path(directory))
         try:
             speeds: dict[str, list[float]] = {"bare client": [], "worker": []}
+            busy: dict[str, list[float]] = {"bare client": [], "worker": []}
             for number in range(arguments.rounds + 1):
                 sides = [("bare client", bench.bare), ("worker", bench.worker)]
                 for place, (name, ask) in enumerate(sides if number % 2 else sides[::-1]):
                     # Other prompts each time: neither side finds the other's in the prefix cache.
+                    before_s = time.process_time()
                     tokens, seconds = ask((2 * number + place) * arguments.groups)
                     if number:
                         speeds[name].append(tokens / seconds)
+                        busy[name].append((time.process_time() - before_s) / tokens * 1e6)
         finally:
             bench.engine.close()
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     for name, found in speeds.items():
-        print(f"{name:12} {medians[name]:8.0f} tokens/s   ({min(found):.0f} to {max(found):.0f})")
+        print(
+            f"{name:12} {medians[name]:8.0f} tokens/s   ({min(found):.0f} to {max(found):.0f})"
+            f"   {statistics.median(busy[name]):.0f} us of this process's CPU per token"
+        )
     print(f"worker / bare client: {medians['worker'] / medians['bare client']:.3f}")
 
 

@@ -47,7 +47,8 @@ class ServerSettings:
             str(self.python),
             "-m",
             "sglang.launch_server",
-            f"--config={secrets}",
+            "--config",  # as a word of its own: else SGLang does not read the file
+            str(secrets),
             f"--model-path={self.model}",
             "--host=127.0.0.1",
             f"--port={port}",
