@@ -11,12 +11,9 @@ import math
 import statistics
 from collections import deque
 
+from milesbatch.decisions.densities import USUAL_OF, how_odd, usual_share
 from milesbatch.records import TensorEntry, WeightsManifest
 
-_HISTORY = 20
-_ENOUGH = 5
-"""Versions that make a usual."""
-_FAR = 5.0
 _NAMES = 5
 
 
@@ -24,7 +21,7 @@ class DensityWatch:
     """Looks at each new version's manifest; versions that are only compared in a replay count as well."""
 
     def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=_HISTORY)
+        self._shares: deque[float] = deque(maxlen=USUAL_OF)
         self._of_tensors: dict[str, deque[float]] = {}
 
     def look(self, manifest: WeightsManifest, *, moved: bool) -> str | None:
@@ -36,13 +33,13 @@ class DensityWatch:
             return None
         entries = manifest.tensors
         share = _share(entries)
-        usual = statistics.median(self._shares) if len(self._shares) >= _ENOUGH else None
+        usual = usual_share(self._shares)
         odd = self._odd_tensors(entries)
         self._remember(entries, share)
         if share == 0 and moved:
             names = _some([entry.name for entry in entries])
             return f"no element of {len(entries)} tensors changed ({names}), though the step was not zero"
-        if usual is None or usual == 0 or 1 / _FAR <= share / usual <= _FAR:
+        if usual is None or how_odd(share, usual) is None:
             return None
         return f"{share:.3%} of the elements changed, usually {usual:.3%}; most unlike before: {_some(odd)}"
 
@@ -59,7 +56,7 @@ class DensityWatch:
     def _remember(self, entries: tuple[TensorEntry, ...], share: float) -> None:
         self._shares.append(share)
         for entry in entries:
-            self._of_tensors.setdefault(entry.name, deque(maxlen=_HISTORY)).append(_share((entry,)))
+            self._of_tensors.setdefault(entry.name, deque(maxlen=USUAL_OF)).append(_share((entry,)))
 
 
 def _share(entries: tuple[TensorEntry, ...]) -> float:

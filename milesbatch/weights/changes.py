@@ -19,17 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from milesbatch.decisions.densities import FAR_OFF, USUAL_OF, how_odd, usual_share
 from milesbatch.errors import MilesbatchError
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.reader import committed_versions
 
 OTHER = "other"
-USUAL_OF = 20
-"""Versions whose median density is the usual one."""
-FAR_OFF = 5.0
-"""A density of more than so many times the usual one, or less than that part of it, stands out."""
-_LEAST_BEFORE = 5
 _MOST_NAMES = 5
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -239,12 +235,11 @@ class _Reading:
         densities = found.changed / elements
         total = int(found.elements.sum())
         density = int(found.changed.sum()) / total if total else 0.0
-        usual = statistics.median(value for value, _ in self._before) if len(self._before) >= _LEAST_BEFORE else None
+        usual = usual_share([value for value, _ in self._before])
         if density == 0 and total:
             names = [name for name, size in zip(found.names, found.elements, strict=True) if size]
             self.changes.marks.append(Mark(version, "empty", 0.0, usual, *_cut(names)))
-        elif usual and (density > FAR_OFF * usual or density < usual / FAR_OFF):
-            kind = "dense" if density > usual else "sparse"
+        elif (kind := how_odd(density, usual)) is not None:
             names = self._odd(densities, is_dense=kind == "dense")
             self.changes.marks.append(Mark(version, kind, density, usual, *_cut(names)))
         self._before.append((density, densities))
