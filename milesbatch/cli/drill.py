@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cluster.context import runs_directory
 from milesbatch.drill.conduct import conduct
 from milesbatch.drill.page import HEADINGS, cells, page
@@ -75,6 +76,7 @@ def drill(
     # So that `finally` ends the runs as well when the drill is ended by a scheduler or `kill`.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     plan = load_drill_plan(faults)
+    check_outputs(report)
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report {report}: the directory {report.parent} does not exist", mend="make it first")
     directory = _directory(keep, site is not None)

@@ -18,7 +18,7 @@ from milesbatch.cli.documents import print_json
 from milesbatch.cli.recipes import find_recipe
 from milesbatch.cli.runs import find_run
 from milesbatch.cluster.context import site_directories
-from milesbatch.errors import EXIT_NOT_WELL
+from milesbatch.errors import EXIT_NOT_WELL, InputError
 from milesbatch.plan.measuring import measure
 from milesbatch.plan.model_size import model_size
 from milesbatch.plan.planning import Plan, make_plan
@@ -38,18 +38,26 @@ def plan(
     ] = None,
     filesystem_gb_s: Annotated[
         float | None,
-        typer.Option("--filesystem-gb-s", min=1e-6, help="Bandwidth of the run directory in GB/s (`doctor` shows it)."),
+        typer.Option(
+            "--filesystem-gb-s", min=1e-6, max=1e6, help="Bandwidth of the run directory in GB/s (`doctor` shows it)."
+        ),
     ] = None,
     network_gb_s: Annotated[
-        float | None, typer.Option("--network-gb-s", min=1e-6, help="Bandwidth between trainer and workers in GB/s.")
+        float | None,
+        typer.Option("--network-gb-s", min=1e-6, max=1e6, help="Bandwidth between trainer and workers in GB/s."),
     ] = None,
     gpu_memory_gib: Annotated[
-        float | None, typer.Option("--gpu-memory-gib", min=0.1, help="Memory of one GPU.")
+        float | None, typer.Option("--gpu-memory-gib", min=0.1, max=1e6, help="Memory of one GPU.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Nodes, ranks, memory and traffic of a recipe, and which weights.transport pays. Exit code 1 when it cannot fit."""
     wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
+    if gpu_memory_gib is not None and not (wanted.slurm.trainer.gpus_per_task or wanted.slurm.rollout.gpus_per_task):
+        raise InputError(
+            f"--gpu-memory-gib {gpu_memory_gib} for a recipe that asks for no GPU",
+            mend="set slurm.trainer.gpus_per_task or slurm.rollout.gpus_per_task, or leave the option out",
+        )
     size = model_size(wanted)
     measured = None if run is None else measure(find_run(run), wanted, size)
     speeds = Speeds(*(None if value is None else value * 1e9 for value in (filesystem_gb_s, network_gb_s)))

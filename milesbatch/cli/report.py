@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.report.page.make import Written, write_page, write_trace
 
@@ -48,10 +49,12 @@ def report(
     """
     layout = find_run(run)
     written: dict[str, Written] = {}
+    place = output or Path(f"{layout.root.resolve().name}-report.html")
+    has_page = output is not None or samples is not None or trace is None
+    check_outputs(trace, samples, place if has_page else None)
     if trace is not None:
         written["trace"] = write_trace(layout, trace)
-    if output is not None or samples is not None or trace is None:
-        place = output or Path(f"{layout.root.resolve().name}-report.html")
+    if has_page:
         written["page"] = write_page(layout, place, with_audit=audit, tell_progress=_tell, samples=samples)
         if samples is not None:
             written["samples"] = Written(samples, samples.stat().st_size, ())

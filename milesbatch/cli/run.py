@@ -80,6 +80,9 @@ def _say_where_to_look(layout: RunLayout, finished_at: int | None) -> None:
         if finished_at is None
         else f"for more steps: the same command with --set steps={2 * finished_at}"
     )
+    database = layout.tracking / "mlflow.db"  # not there when curves go elsewhere, or nowhere
+    show = f"{program.removesuffix('milesbatch')}mlflow ui --backend-store-uri sqlite:///{run}/tracking/mlflow.db"
+    curves = f"  {show}\n" if database.exists() else ""
     _say(f"""
 where to look next:
   {program} status {run}          state, versions, restarts
@@ -87,8 +90,7 @@ where to look next:
   {program} traj show {run} {first}     the first prompt group as conversations
   {program} weights ls {run}      policy versions
   {program} audit {run}           prove from the files that nothing was lost or repeated
-  {program.removesuffix("milesbatch")}mlflow ui --backend-store-uri sqlite:///{run}/tracking/mlflow.db
-{goes_on}""")
+{curves}{goes_on}""")
 
 
 def _as_argument(path: Path) -> str:

@@ -20,6 +20,7 @@ import typer
 from milesbatch.analysis.counted import FATES, PENDING, Counted
 from milesbatch.analysis.output import Format, check_free, format_of, write_batches
 from milesbatch.analysis.scan import COLUMNS, SCHEMA, TrajectoryScan
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.traj_query import ForceOption
 from milesbatch.cli.traj_run import EvaluationOption, RunArgument, VerifyOption, end, scan_of
 from milesbatch.errors import UsageError
@@ -53,6 +54,7 @@ def export(
     verify: VerifyOption = False,
 ) -> None:
     """Write the trajectories that count, with their fates, as Parquet, JSON lines, or a directory for `datasets`."""
+    check_outputs(output)
     form = format_of(output, form)
     check_free(output, form, force=force)
     names = _columns(columns)

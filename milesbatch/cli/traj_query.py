@@ -23,6 +23,7 @@ from milesbatch.analysis.output import Format, check_free, format_of, write_batc
 from milesbatch.analysis.plain import plain_rows
 from milesbatch.analysis.sql import MEMORY, Tables, open_tables, where_query
 from milesbatch.cli.conversation import Colour, legend, print_sample, token_text, visible
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.traj_run import EvaluationOption, JsonOption, RunArgument, VerifyOption, end, print_json, scan_of
 from milesbatch.errors import UsageError
 
@@ -63,6 +64,7 @@ def sql(
     if as_json + as_csv + (output is not None) > 1:
         raise UsageError("one of --json, --csv and -o FILE", mend="leave the others out")
     if output is not None:
+        check_outputs(output)
         form = format_of(output, form)
         check_free(output, form, force=force)
     text = sys.stdin.read() if query == "-" else query

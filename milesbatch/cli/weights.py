@@ -17,6 +17,7 @@ from rich.table import Table
 
 from milesbatch.cli import weights_exchange, weights_mirror, weights_stage, weights_stats
 from milesbatch.cli.documents import print_json
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
@@ -70,6 +71,7 @@ def materialize(
     as_json: JsonOption = False,
 ) -> None:
     """Write one policy version as a Hugging Face model directory, checked tensor by tensor."""
+    check_outputs(output)
     manifest = write_version(find_run(run), version, output)
     if as_json:
         print_json({"version": version, "digest": manifest.weights_digest, "path": str(output)})

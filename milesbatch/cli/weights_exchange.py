@@ -16,6 +16,7 @@ from rich.console import Console
 
 from milesbatch.cli.documents import print_json
 from milesbatch.cli.following import looks
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError, UsageError
 from milesbatch.report.page.words import many, size
@@ -61,6 +62,7 @@ def export(
     if first is not None and last is not None and first > last:
         raise UsageError(f"--from {first} is after --to {last}", mend="give a range that begins before it ends")
     run_layout = find_run(run)
+    check_outputs(output)
     exporter = Exporter(run_layout, output, lambda: _counting(run_layout))
     made: list[Exported] = []
     try:
@@ -126,6 +128,7 @@ def import_version(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Rebuild a version that Miles (or `weights export`) published, check it, and write it as a model directory."""
+    check_outputs(output)
     require_empty(output)
     there = published_versions(directory)
     if version is None:

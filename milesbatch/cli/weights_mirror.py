@@ -18,6 +18,7 @@ import typer
 
 from milesbatch.cli.documents import print_json
 from milesbatch.cli.following import LOOK_S, looks
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, CorruptArtefactError, InputError
 from milesbatch.report.page.words import many, size
@@ -50,6 +51,7 @@ def push(
     Give the same command to go on. Exit code 1 when a version is damaged and was left out.
     """
     layout = find_run(run)
+    check_outputs(None if "://" in url else Path(url).parent)  # the store itself has a run's form
     job = Push(layout, open_store(url, endpoint))
     done: list[Pushed] = []
     try:
@@ -96,6 +98,7 @@ def pull(
 
     Only what that version needs and DIR lacks is fetched; each file is compared with its digest before it is visible.
     """
+    check_outputs(directory.parent)  # the directory itself has a run's form, from an earlier pull
     store = open_store(url, endpoint)
     job = Pull(store, directory)
     done: list[Pulled] = []

@@ -15,6 +15,7 @@ import typer
 
 from milesbatch.cli.documents import print_json
 from milesbatch.cli.following import looks
+from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError
 from milesbatch.store.holds import holding
@@ -42,6 +43,7 @@ def stage(
     if follow and version is not None:
         raise InputError("--follow goes on with new versions, --version asks for one", mend="give one of the two")
     layout = find_run(run)
+    check_outputs(output)
     staged: list[dict[str, object]] = []
     with Staging(
         output, layout, accept=lambda manifest: Seals(read_incarnations(layout)).accept_weights(manifest)

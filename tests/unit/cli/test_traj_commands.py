@@ -262,7 +262,7 @@ def test_rescore_exits_with_one_when_rewards_differ(run: RunLayout) -> None:
     assert document["differing"] > 0 and document["recorded_mean"] == 0.5
     shown = flat(call("rescore", run.root, "--sample", 4).stdout)
     assert "of 4 differ" in shown and "most different" in shown
-    assert f"1 of {document['groups']} groups (drawn with seed 0; --all judges all of them), with 4 samples" in shown
+    assert f"2 of {document['groups']} groups (drawn with seed 0; --all judges all of them), with 4 samples" in shown
     assert document["drawn"] == document["groups"] > 1
     assert f"{document['groups']} of {document['groups']} groups (all)" in flat(
         call("rescore", run.root, "--all").stdout
