@@ -133,6 +133,10 @@ class StorageReadOnlyError(StorageError):
     may_restart = False
 
 
+class NameTooLongError(InputError, StorageError):
+    """A file or directory cannot have this name here: it is longer than the filesystem allows."""
+
+
 # -- mended by quarantine, replay, or an older copy ---------------------------------------------------------------
 
 

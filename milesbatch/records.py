@@ -126,7 +126,7 @@ class ForkedFrom(Value):
 
     run_id: str
     path: str
-    """The parent's directory as it was given; it need not exist any more."""
+    """The parent's directory, absolute and without symbolic links; it need not exist any more."""
     step: int
     policy_version: int
     """Always ``step``."""

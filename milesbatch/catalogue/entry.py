@@ -61,7 +61,7 @@ class Entry:
     parent_run_id: str | None = None
     """Of a fork: the run that it began with."""
     parent_path: str | None = None
-    """Where that was, as it was given."""
+    """Where that was."""
     parent_step: int | None = None
     """And behind which of its steps."""
     last_at: str | None = None

@@ -24,6 +24,7 @@ from milesbatch.catalogue.search import find
 from milesbatch.cli.runs import find_run
 from milesbatch.cluster.context import cache_directory, runs_directory
 from milesbatch.errors import UsageError
+from milesbatch.store.places import true_path
 
 app = typer.Typer(no_args_is_help=True, help="All runs: list them, find some by text and field, compare them.")
 
@@ -145,7 +146,7 @@ def _evaluation(entry: Entry) -> str:
 def _place(entry: Entry) -> str:
     """Its name where that names it, else its path."""
     path = Path(entry.path)
-    return path.name if path.parent == runs_directory().resolve() else str(path)
+    return path.name if path.parent == true_path(runs_directory()) else str(path)
 
 
 def _short(value: Any) -> str:

@@ -98,7 +98,9 @@ def shipped() -> Iterator[Path]:
     seen: set[Path] = set()
     for directory in _directories():
         for path in sorted(directory.glob("*.yaml")):
-            if path.resolve() not in seen and not path.name.startswith("_"):
+            if not path.exists() or path.name.startswith("_"):
+                continue  # a symbolic link to nothing, or a part
+            if path.resolve() not in seen:
                 seen.add(path.resolve())
                 yield path
 

@@ -20,7 +20,7 @@ from milesbatch.decisions.origin import origin_after
 from milesbatch.environments.held_out import check_held_out, open_held_out
 from milesbatch.environments.judge import reward_fingerprint
 from milesbatch.environments.prompts import open_prompts
-from milesbatch.errors import InputError, RunMismatchError
+from milesbatch.errors import RunMismatchError
 from milesbatch.faults.injector import arm_from
 from milesbatch.faults.points import point
 from milesbatch.preparation import prepare
@@ -31,6 +31,7 @@ from milesbatch.recipe.models import Recipe
 from milesbatch.records import ForkRecord, IncarnationRecord, RunRecord
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.places import refuse_undecodable
 from milesbatch.store.run import frozen_recipe, read_fork, read_run_record
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import read_incarnations
@@ -51,13 +52,7 @@ def open_or_make(layout: RunLayout, wanted: Recipe, say: Say, preparing: Sequenc
         RunMismatchError: the directory is a run of something else; nothing in it was touched.
         InputError: something that the recipe names cannot be used.
     """
-    try:
-        str(layout.root.absolute()).encode()
-    except UnicodeEncodeError:
-        # Libraries that read the model take no other names.
-        raise InputError(
-            f"the name of the run directory {layout.root} is not valid UTF-8", mend="give another one with --run-dir"
-        ) from None
+    refuse_undecodable(layout.root, "--run-dir")
     if layout.root.exists() and not layout.root.is_dir():
         raise RunMismatchError(f"{layout.root} is a file", mend="give a directory with --run-dir")
     sight = sight_of(layout.root, wanted.slurm.visible_wait_s, say)

@@ -15,6 +15,7 @@ from milesbatch.doctor.verdict import Check, bad, ok, unchecked, warn
 from milesbatch.doctor.workplace import Effort, nearest, workplace
 from milesbatch.errors import StorageError
 from milesbatch.store.mounts import MOUNTS, filesystem_kind
+from milesbatch.store.places import true_path
 
 _AREA = "filesystem"
 _GIB = 1 << 30
@@ -89,7 +90,7 @@ def is_soft_mount(there: Path, mounts: Path = MOUNTS) -> bool:
     except OSError:
         return False
     points = {before.split()[4]: after.split() for before, _, after in lines if after.startswith("nfs")}
-    above = [point for point in points if there.resolve().is_relative_to(point)]
+    above = [point for point in points if true_path(there).is_relative_to(point)]
     return bool(above) and "soft" in points[max(above, key=len)][-1].split(",")
 
 

@@ -11,6 +11,7 @@ are then not those that the parent would have made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from milesbatch.records import (
 )
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.places import true_path
 from milesbatch.store.run import frozen_recipe, read_run_record
 from milesbatch.store.survey import Seals, Survey, read_incarnations, survey
 from milesbatch.weights.reader import is_retired, read_manifest
@@ -51,17 +53,27 @@ class Choice:
     """Are the versions there that the parent itself would have made the next groups with?"""
 
 
-def choose(parent: RunLayout, said: str, wanted: Recipe, step: int | None) -> Choice:
-    """Choose the state behind ``step``, or behind the newest checkpoint that can be used; ``said`` is the path as given.
+def parent_record(parent: RunLayout) -> RunRecord:
+    """The record of the run to be forked.
+
+    Raises:
+        InputError: there is no run there. CorruptArtefactError: its record is damaged.
+    """
+    record = read_run_record(parent)
+    if record is None:
+        raise InputError(f"{parent.root} is not a run: it has no run.json", mend="give the run to fork with --run-dir")
+    return record
+
+
+def choose(parent: RunLayout, wanted: Recipe, step: int | None) -> Choice:
+    """Choose the state behind ``step``, or behind the newest checkpoint that can be used.
 
     Raises:
         InputError: there is no run there, or no usable checkpoint of that step; lists those that are.
         RunMismatchError: ``wanted`` cannot go on from that state.
         CorruptArtefactError: a record that the choice depends on is damaged.
     """
-    record = read_run_record(parent)
-    if record is None:
-        raise InputError(f"{parent.root} is not a run: it has no run.json", mend="give the run to fork with --run-dir")
+    record = parent_record(parent)
     incarnations = read_incarnations(parent)
     found = survey(parent, incarnations)
     chosen = _step(parent, found, step)
@@ -84,7 +96,7 @@ def choose(parent: RunLayout, said: str, wanted: Recipe, step: int | None) -> Ch
         record=record,
         forked_from=ForkedFrom(
             run_id=record.run_id,
-            path=said,
+            path=os.fsencode(true_path(parent.root)).decode(errors="backslashreplace"),
             step=chosen,
             policy_version=chosen,
             weights_digest=None if start is None else start.weights_digest,

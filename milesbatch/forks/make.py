@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.errors import CorruptArtefactError, InputError, RunHeldError, RunMismatchError
-from milesbatch.forks.choose import Choice, choose
+from milesbatch.forks.choose import Choice, choose, parent_record
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import FORKED, FileRef, ForkedFrom, ForkRecord, digest_bytes
 from milesbatch.store.clock import utc_now
@@ -44,13 +44,14 @@ from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import process_started
 from milesbatch.store.operations import current
+from milesbatch.store.places import refuse_name, true_path
 from milesbatch.store.run import read_fork, read_run_record
 from milesbatch.store.taking import take_file
 
 Say = Callable[[str], None]
 _TRIES = 3
 """A parent that goes on deletes old checkpoints: what was chosen may be gone before it was taken."""
-_MAKER = re.compile(r"\.(?P<name>.+)\.fork-(?P<host>.+)-(?P<pid>[0-9]+)-(?P<start>[0-9a-f]{8})-[0-9a-f]{8}")
+_MAKER = re.compile(r"\.(?P<name>.+)\.fork-(?P<host>.+)-(?P<pid>[0-9]+)-(?P<start>[0-9a-f]{8})-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,18 @@ def fork(asked: Fork, wanted: Recipe, say: Say) -> ForkedFrom:
         RunMismatchError: ``wanted`` cannot go on from there, or the target is another run.
         CorruptArtefactError: what is to be taken is damaged. StorageError: it cannot be written; nothing has the new name.
     """
-    _refuse_places(asked)
+    place = _refuse_places(asked)
     if (made := _made_before(asked)) is not None:
         return made
-    parent = asked.target.root.absolute().parent
-    make_directory(parent)
-    _remove_left(asked.target.root.absolute(), say)
+    parent_record(asked.parent)  # before anything is written, there or here
+    make_directory(place.parent)
+    _remove_left(place, say)
     tries = 1
     while True:
         try:
             with holding(asked.parent, 0, "milesbatch --fork"):
-                choice = choose(asked.parent, asked.said, wanted, asked.step)
-                _make(choice, asked.target)
+                choice = choose(asked.parent, wanted, asked.step)
+                _make(choice, place)
             break
         except CorruptArtefactError as error:
             if error.unseen is None or asked.step is not None or tries == _TRIES:
@@ -101,8 +102,13 @@ def fork(asked: Fork, wanted: Recipe, say: Say) -> ForkedFrom:
     return told
 
 
-def _refuse_places(asked: Fork) -> None:
-    old, new = asked.parent.root.resolve(), asked.target.root.resolve()
+def _refuse_places(asked: Fork) -> Path:
+    """Where the fork will lie: behind the symbolic links that were given.
+
+    Raises:
+        InputError: a fork cannot lie there, or not under that name.
+    """
+    old, new = true_path(asked.parent.root), true_path(asked.target.root)
     if new == old or new.is_relative_to(old) or old.is_relative_to(new):
         where = (
             "the run that is forked itself" if new == old else "inside it" if new.is_relative_to(old) else "above it"
@@ -111,6 +117,8 @@ def _refuse_places(asked: Fork) -> None:
             f"--fork {asked.target.root} is {where} ({asked.parent.root})",
             mend="give a new directory beside it with --fork",
         )
+    refuse_name(new, "--fork", longer_by=len(os.fsencode(_building(new).name)) - len(os.fsencode(new.name)))
+    return new
 
 
 def _made_before(asked: Fork) -> ForkedFrom | None:
@@ -159,10 +167,9 @@ def _is_free(directory: Path) -> bool:
         raise storage_error(directory, error) from error
 
 
-def _make(choice: Choice, target: RunLayout) -> None:
+def _make(choice: Choice, root: Path) -> None:
     """Take the files over and give them their name."""
-    root = target.root.absolute()
-    building = RunLayout(root.with_name(f".{root.name}.fork-{_maker()}-{secrets.token_hex(4)}"))
+    building = RunLayout(_building(root))
     try:
         make_directory(building.root)
         _fill(choice, building)
@@ -256,6 +263,11 @@ def _name(building: Path, target: Path) -> None:
         current().sync_directory(target.parent)
     except OSError as error:
         raise storage_error(target, error) from error
+
+
+def _building(root: Path) -> Path:
+    """Another name beside ``root`` at each call."""
+    return root.with_name(f".{root.name}.fork-{_maker()}-{secrets.token_hex(4)}")
 
 
 def _maker() -> str:

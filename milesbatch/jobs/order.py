@@ -18,6 +18,7 @@ from milesbatch.recipe.site import Site, load_site
 from milesbatch.records import digest_bytes
 from milesbatch.store.durable import read_optional, replace_hint
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.places import true_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ def place_order(layout: RunLayout, recipe: Recipe, site: Site, directory: Path |
     ``directory`` is where its jobs are to run; not given: the current directory.
 
     Raises:
-        UsageError: the current directory was removed.
+        UsageError: the current directory was removed. InputError: symbolic links to the run directory lead in a circle.
     """
     directory = directory or _here()
-    layout = RunLayout(layout.root.resolve())
+    layout = RunLayout(true_path(layout.root))
     site = site.model_copy(update={"python": site.interpreter})
     recipe_file = layout.jobs / f"recipe-{_tag(dump_recipe(recipe))}.yaml"
     site_file = layout.jobs / f"site-{_tag(dump_model(site))}.yaml"

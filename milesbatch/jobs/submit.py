@@ -20,6 +20,7 @@ from milesbatch.jobs.order import Order, write_order
 from milesbatch.records import digest_bytes
 from milesbatch.store.durable import make_directory
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.places import true_path
 from milesbatch.store.run import read_run_record
 
 
@@ -98,7 +99,7 @@ def submit(order: Order, scripts: tuple[Script, ...]) -> dict[str, str]:
 
 def mark(layout: RunLayout, role: str) -> str:
     """What a job's comment says: whose it is. The directory's path may hold anything, so its digest stands for it."""
-    tag = digest_bytes(str(layout.root.resolve()).encode()).removeprefix("xxh128:")[:16]
+    tag = digest_bytes(str(true_path(layout.root)).encode()).removeprefix("xxh128:")[:16]
     return f"milesbatch:{tag}:{role}"
 
 

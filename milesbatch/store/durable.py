@@ -28,7 +28,13 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
-from milesbatch.errors import CorruptArtefactError, StorageError, StorageFullError, StorageReadOnlyError
+from milesbatch.errors import (
+    CorruptArtefactError,
+    NameTooLongError,
+    StorageError,
+    StorageFullError,
+    StorageReadOnlyError,
+)
 from milesbatch.records import FileRef, digest_bytes
 from milesbatch.store.operations import current
 
@@ -68,6 +74,8 @@ def storage_error(path: Path, error: OSError, needed_bytes: int | None = None) -
             f"cannot use {path}: {os.strerror(error.errno)}",
             mend="give this user the permission to read and write it, or choose another directory",
         )
+    if error.errno == errno.ENAMETOOLONG:
+        return NameTooLongError(f"cannot use {path}: the name is too long", mend="give a shorter one")
     cause = os.strerror(error.errno) if error.errno else str(error)
     return StorageError(f"cannot use {path}: {cause}", mend="check the filesystem, then give the same command again")
 

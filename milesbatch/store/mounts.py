@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from milesbatch.store.places import true_path
+
 MOUNTS = Path("/proc/self/mountinfo")
 _LOCAL_KINDS = frozenset(
     {
@@ -36,10 +38,14 @@ def is_local(path: Path) -> bool:
 
 
 def filesystem_kind(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """The kernel's name of the filesystem that ``path`` is (or would be) on, such as ``nfs4``; None when it cannot be told."""
+    """The kernel's name of the filesystem that ``path`` is (or would be) on, such as ``nfs4``; None when it cannot be told.
+
+    Raises:
+        InputError: symbolic links lead in a circle.
+    """
     try:
         lines = mounts.read_text().splitlines()
-        place = path.resolve()
+        place = true_path(path)
     except OSError:
         return None
     best: tuple[int, str] | None = None
