@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from milesbatch.decisions.fates import FateTable
 from milesbatch.errors import CorruptArtefactError, InputError, RunMismatchError
+from milesbatch.forks.passed_over import newer_than, why_not
 from milesbatch.recipe.forking import refuse_fork
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import (
@@ -51,6 +52,8 @@ class Choice:
     """Ascending and without a gap, from one with a full copy to that of the step; empty for the starting model."""
     is_exact: bool
     """Are the versions there that the parent itself would have made the next groups with?"""
+    passed_over: tuple[tuple[int, str], ...] = ()
+    """Newer checkpoints that cannot be used, newest first: step and reason; empty when a step was asked for."""
 
 
 def parent_record(parent: RunLayout) -> RunRecord:
@@ -76,7 +79,13 @@ def choose(parent: RunLayout, wanted: Recipe, step: int | None) -> Choice:
     record = parent_record(parent)
     incarnations = read_incarnations(parent)
     found = survey(parent, incarnations)
-    chosen = _step(parent, found, step)
+    chosen = _step(parent, incarnations, found, step)
+    passed = newer_than(parent, incarnations, found, chosen) if step is None else ()
+    if passed and not chosen:
+        raise CorruptArtefactError(
+            f"{parent.root} has no checkpoint that can be used: {passed[0][1]}",
+            mend=f"run `milesbatch audit {parent.root}`; or begin with its starting model: --fork-step 0",
+        )
     fates = FateTable.of(found.batches[: chosen - found.origin.step], found.origin)
     position = range(found.origin.first_group, fates.stream_position)
     pending = [group for group in position if fates.is_pending(group)]
@@ -108,10 +117,11 @@ def choose(parent: RunLayout, wanted: Recipe, step: int | None) -> Choice:
         checkpoint=checkpoint,
         weights=weights,
         is_exact=not weights or weights[0].version <= wish,
+        passed_over=passed,
     )
 
 
-def _step(parent: RunLayout, found: Survey, step: int | None) -> int:
+def _step(parent: RunLayout, incarnations: Sequence[IncarnationRecord], found: Survey, step: int | None) -> int:
     usable = [checkpoint for checkpoint in found.checkpoints if checkpoint <= min(found.last_batch, found.last_version)]
     usable = usable if found.origin.step else [0, *usable]
     if not usable:
@@ -123,7 +133,8 @@ def _step(parent: RunLayout, found: Survey, step: int | None) -> int:
         return max(usable)
     if step not in usable:
         raise InputError(
-            f"{parent.root} has no checkpoint of step {step} that can be used",
+            f"{parent.root} has no checkpoint of step {step} that can be used:"
+            f" {why_not(parent, incarnations, found, step)}",
             mend=f"give one of {_few(usable)} with --fork-step{' (0: the starting model)' if 0 in usable else ''}",
         )
     return step

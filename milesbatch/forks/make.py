@@ -93,6 +93,8 @@ def fork(asked: Fork, wanted: Recipe, say: Say) -> ForkedFrom:
                 raise
             tries += 1  # the parent goes on, and has deleted what was chosen
     told = choice.forked_from
+    for step, reason in choice.passed_over:
+        say(f"checkpoint {step} of {asked.said} cannot be used: {reason}")
     say(f"{asked.target.root} begins with step {told.step} of {asked.said} (run {told.run_id})")
     if not choice.is_exact:
         say(

@@ -78,6 +78,14 @@ def grow_fork(layout: RunLayout, steps: range) -> None:
     assert checkpointer.finish() == step
 
 
+def spoil(path: Path) -> None:
+    """Other bytes under this name only: a fork shares its files with the parent."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.unlink()
+    path.write_bytes(data)
+
+
 def tree(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()

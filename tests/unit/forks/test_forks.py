@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from audit_runs import edit, read, sound_run
 from builders import GROUPS_PER_STEP, make_run, past_incarnation
-from forked_runs import Full, KilledError, Mortal, WithoutLinks, begin_run, fork_recipe, grow_fork, make_fork, tree
+from forked_runs import (
+    Full,
+    KilledError,
+    Mortal,
+    WithoutLinks,
+    begin_run,
+    fork_recipe,
+    grow_fork,
+    make_fork,
+    spoil,
+    tree,
+)
 
 from milesbatch.audit.findings import Findings
 from milesbatch.audit.prove import audit_run, examine
@@ -355,14 +366,6 @@ def test_places_that_cannot_be_a_fork_are_refused(parent: RunLayout, tmp_path: P
 
 
 # -- damage, kills, full disks ---------------------------------------------------------------------------------------------
-
-
-def spoil(path: Path) -> None:
-    """Other bytes under this name only: a fork shares its files with the parent."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.unlink()
-    path.write_bytes(data)
 
 
 def test_of_a_damaged_parent_the_newest_whole_checkpoint_is_taken(parent: RunLayout, tmp_path: Path) -> None:
