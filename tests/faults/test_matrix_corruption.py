@@ -104,9 +104,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def only(layout: RunLayout, pattern: str) -> Path:
-    (path,) = layout.root.glob(pattern)
-    return path
+def one(layout: RunLayout, pattern: str) -> Path:
+    """The file of a pattern; where each rank has written one, that of the first."""
+    return min(layout.root.glob(pattern))
 
 
 # -- found, all of it -----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def scratch(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> RunLayou
 
 @pytest.fixture
 def damaged(scratch: RunLayout, kind: str, damage: str) -> Iterator[Path]:
-    path = only(scratch, KINDS[kind].find)
+    path = one(scratch, KINDS[kind].find)
     whole = path.read_bytes()
     path.write_bytes(DAMAGES[damage](whole))
     yield path
@@ -157,7 +157,7 @@ def run(stopped: Path, tmp_path: Path) -> RunLayout:
 
 
 def break_file(layout: RunLayout, pattern: str, damage: str) -> Path:
-    path = only(layout, pattern)
+    path = one(layout, pattern)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     return path
 
