@@ -5,6 +5,9 @@ decides what goes. Invariant: a hold counts from when it is seen until its conte
 the *watcher's* monotonic clock; clocks of two hosts are never compared, and a reader that crashed pins nothing for ever. The
 page behind it is ``docs/format.md``.
 
+A reader that was killed leaves its hold behind. The one that retires removes it after ``STALE_S``; the next reader, and the
+next take-over, remove those of processes that have ended on their own host at once (:func:`remove_abandoned`).
+
 A hold is a hint, not a lock: one that is written after the watcher looked protects nothing yet, and a listing may be old on a
 network filesystem. The reader then finds payload gone and says so; it never reads something wrong.
 """
@@ -23,6 +26,7 @@ from milesbatch.errors import CorruptArtefactError, FormatVersionError, StorageE
 from milesbatch.records import Hold
 from milesbatch.store.durable import make_directory, read_optional, remove_file, replace_hint, storage_error
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.liveness import process_started
 
 RENEW_S = 10.0
 STALE_S = 60.0
@@ -56,6 +60,8 @@ def holding(layout: RunLayout, version: int, reader: str, renew_s: float = RENEW
     if not write(1):
         yield False
         return
+    with contextlib.suppress(StorageError):
+        remove_abandoned(layout)
     thread = threading.Thread(target=renew, name="hold", daemon=True)
     thread.start()
     try:
@@ -65,6 +71,21 @@ def holding(layout: RunLayout, version: int, reader: str, renew_s: float = RENEW
         thread.join()
         with contextlib.suppress(StorageError):
             remove_file(path)
+
+
+def remove_abandoned(layout: RunLayout) -> None:
+    """Remove holds of readers that ran on this host and have ended. One of a living reader would be written again anyway.
+
+    Raises:
+        StorageError: they cannot be read, or one not be removed.
+    """
+    for name, data in _read(layout).items():
+        try:
+            record = Hold.from_bytes(data, name)
+        except (CorruptArtefactError, FormatVersionError):
+            continue  # the one that retires watches it
+        if record.host == socket.gethostname() and process_started(record.pid) is None:
+            remove_file(layout.hold(name))
 
 
 class HoldWatch:
@@ -87,7 +108,7 @@ class HoldWatch:
         """
         now_s = self._now_s()
         held: list[int | None] = []
-        present = self._read()
+        present = _read(self._layout)
         self._seen = {name: seen for name, seen in self._seen.items() if name in present}
         for name, data in present.items():
             before = self._seen.get(name)
@@ -99,13 +120,15 @@ class HoldWatch:
             held.append(_version(name, data))
         return None if None in held else tuple(version for version in held if version is not None)
 
-    def _read(self) -> dict[str, bytes]:
-        try:
-            paths = sorted(self._layout.holds.glob("*.json"))
-        except OSError as error:
-            raise storage_error(self._layout.holds, error) from error
-        content = {path.stem: read_optional(path) for path in paths}
-        return {name: data for name, data in content.items() if data is not None}
+
+def _read(layout: RunLayout) -> dict[str, bytes]:
+    """Name -> content."""
+    try:
+        paths = sorted(layout.holds.glob("*.json"))
+    except OSError as error:
+        raise storage_error(layout.holds, error) from error
+    content = {path.stem: read_optional(path) for path in paths}
+    return {name: data for name, data in content.items() if data is not None}
 
 
 def _version(name: str, data: bytes) -> int | None:

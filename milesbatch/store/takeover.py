@@ -23,6 +23,7 @@ from milesbatch.errors import MilesbatchError, RunHeldError, StorageError
 from milesbatch.records import IncarnationRecord
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import create_exclusively, make_directory, read_optional, sweep_temporary
+from milesbatch.store.holds import remove_abandoned
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.store.liveness import is_alive, process_started
 from milesbatch.store.removal import take_away
@@ -146,6 +147,7 @@ def _sweep(layout: RunLayout, incarnation: int, found: Survey) -> tuple[tuple[st
             moved.append((str(path.relative_to(layout.root)), reason))
     for directory in (layout.root, *layout.directories()):
         sweep_temporary(directory)
+    remove_abandoned(layout)
     for parent in (layout.weights, layout.checkpoints, layout.evaluations):
         for directory in parent.iterdir() if parent.is_dir() else ():
             if directory.is_dir():

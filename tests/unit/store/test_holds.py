@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from builders import make_layout
+from builders import make_layout, make_run, past_incarnation
 
 from milesbatch.records import Hold
 from milesbatch.store.holds import HoldWatch, holding
@@ -126,3 +127,29 @@ def test_a_reader_that_is_killed_leaves_a_hold_that_goes_stale(layout: RunLayout
     assert watch.versions() == (4,)
     clock.now_s += 60
     assert watch.versions() == ()
+
+
+def abandon(layout: RunLayout, name: str, host: str) -> None:
+    """What a reader leaves that was killed."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    record = Hold(version=0, reader="test", host=host, pid=process.pid, count=3)
+    layout.hold(name).write_bytes(record.to_bytes())
+
+
+def test_the_next_reader_removes_what_killed_ones_on_its_host_left(layout: RunLayout) -> None:
+    abandon(layout, "killed", socket.gethostname())
+    abandon(layout, "elsewhere", "another-host")
+    layout.hold("torn").write_bytes(b"{")
+    living = Hold(version=0, reader="test", host=socket.gethostname(), pid=os.getppid(), count=1)
+    layout.hold("living").write_bytes(living.to_bytes())
+    with holding(layout, 7, "one"):
+        assert len(list(layout.holds.iterdir())) == 4
+    assert sorted(path.stem for path in layout.holds.iterdir()) == ["elsewhere", "living", "torn"]
+
+
+def test_the_next_take_over_does_so_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "made")
+    abandon(run, "killed", socket.gethostname())
+    past_incarnation(run)
+    assert list(run.holds.iterdir()) == []
