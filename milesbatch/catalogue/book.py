@@ -73,7 +73,7 @@ def _runs_below(roots: Iterable[Path]) -> list[Path]:
     found = []
     for root in roots:
         for path in (root, *sorted(path for path in _listed(root) if path.is_dir())):
-            if (path / "run.json").is_file() or (path / "jobs").is_dir():
+            if any((path / name).is_file() for name in ("run.json", "fork.json")) or (path / "jobs").is_dir():
                 found.append(path.resolve())
     return found
 

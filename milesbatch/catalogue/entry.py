@@ -16,16 +16,19 @@ from datetime import datetime
 from typing import Any
 
 from milesbatch.decisions.going_on import BY_HAND
+from milesbatch.decisions.origin import origin_of
 from milesbatch.errors import MilesbatchError
 from milesbatch.evaluation.reader import main_curve
+from milesbatch.jobs.order import was_submitted
 from milesbatch.recipe.dotted import dotted
 from milesbatch.records import ForkedFrom, IncarnationRecord
 from milesbatch.report.endings import CONTROLLER, Failure, controller_events, failure_of, last_word
 from milesbatch.report.status import is_finished
 from milesbatch.report.summary import first_and_last, first_of_each, trained_in
+from milesbatch.store.beginning import not_started, read_beginning
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import is_alive
-from milesbatch.store.run import open_run
+from milesbatch.store.run import open_run, read_run_record
 from milesbatch.store.survey import read_incarnations
 
 _LOST = "the controller was lost without a word"
@@ -51,7 +54,7 @@ class Entry:
     name: str = ""
     run_id: str | None = None
     state: str = "unreadable"
-    """``finished failed stopped running lost queued gone unreadable``; ``running`` may also be a run on another host."""
+    """``finished failed stopped running lost queued forked gone unreadable``; ``running`` may also be a run on another host."""
     cause: str | None = None
     """Why it ended badly."""
     failed_process: str | None = None
@@ -130,7 +133,7 @@ def _read(layout: RunLayout, path: str) -> Entry:
     records = read_incarnations(layout)
     newest = records[-1] if records else None
     if newest is None:
-        return Entry(path=path, name=layout.root.name, state="queued")
+        return _not_begun(layout, path)
     run = open_run(layout, newest.incarnation)
     trained = {record.incarnation: trained_in(layout, record.incarnation) for record in records}
     steps = first_of_each(event for events in trained.values() for event in events)
@@ -147,7 +150,7 @@ def _read(layout: RunLayout, path: str) -> Entry:
         created_at=run.record.created_at,
         **_parent(run.record.forked_from),
         last_at=max((str(event["at"]) for event in steps.values()), default=None),
-        step=max(steps, default=0),
+        step=max(steps, default=origin_of(run.record).step),
         steps=run.recipe.steps,
         **_figures([event["metrics"] for event in steps.values()]),
         **_evaluated(layout),
@@ -155,6 +158,24 @@ def _read(layout: RunLayout, path: str) -> Entry:
         starts=tuple(_start(record, trained[record.incarnation]) for record in records[1:]),
         diagnosis_s=_diagnosis(layout, records),
         recipe=dotted(run.recipe.model_dump(mode="json")),
+    )
+
+
+def _not_begun(layout: RunLayout, path: str) -> Entry:
+    """A run without an incarnation: it waits for its first, or is a fork that nobody has started."""
+    fork, record = read_beginning(layout), read_run_record(layout)
+    if fork is None:
+        begun = None if record is None else record.forked_from
+        return Entry(path=path, name=layout.root.name, state="queued", **_parent(begun), step=origin_of(record).step)
+    submitted = was_submitted(layout)
+    return Entry(
+        path=path,
+        name=layout.root.name,
+        state="queued" if submitted else "forked",
+        cause=None if submitted else str(not_started(layout, was_submitted=False)),
+        created_at=fork.created_at,
+        **_parent(fork.forked_from),
+        step=fork.forked_from.step,
     )
 
 

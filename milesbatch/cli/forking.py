@@ -37,10 +37,17 @@ def place_of(run_dir: Path | None, base: Path, name: str) -> Path:
 
 
 def begin_fork(
-    place: Path, is_given: bool, new: Path | None, step: int | None, wanted: Recipe, say: Callable[[str], None]
+    place: Path,
+    is_given: bool,
+    new: Path | None,
+    step: int | None,
+    wanted: Recipe,
+    say: Callable[[str], None],
+    only_look: bool = False,
 ) -> Path:
     """The directory to run in: ``place``, or with ``--fork`` the new one, which on return has its beginning.
 
+    With ``only_look`` nothing is made: it is checked and said what it would begin with.
     A bare name is looked for beside the parent, unless the parent was given as a path (``is_given``).
 
     Raises:
@@ -50,8 +57,12 @@ def begin_fork(
         if step is not None:
             raise UsageError("--fork-step was given without --fork", mend="give --fork NEW_RUN, or leave both out")
         return place
-    from milesbatch.forks.make import Fork, fork
+    from milesbatch.forks.make import Fork, foresee, fork
 
     target = place.parent / new if not is_given and new.name == str(new) else new
-    fork(Fork(RunLayout(place), str(place), RunLayout(target), step), wanted, say)
+    asked = Fork(RunLayout(place), str(place), RunLayout(target), step)
+    if only_look:
+        foresee(asked, wanted, say)
+    else:
+        fork(asked, wanted, say)
     return target

@@ -7,6 +7,7 @@ from pathlib import Path
 from milesbatch.cluster.context import runs_directory
 from milesbatch.errors import InputError
 from milesbatch.jobs.order import was_submitted
+from milesbatch.store.beginning import not_started, read_beginning
 from milesbatch.store.layout import RunLayout
 
 
@@ -19,6 +20,7 @@ def find_run(text: str) -> RunLayout:
     for candidate in _candidates(text):
         if RunLayout(candidate).run_record.exists():
             return RunLayout(candidate)
+    _refuse_fork(text)
     raise _none_at(text)
 
 
@@ -26,12 +28,26 @@ def find_submitted(text: str) -> RunLayout:
     """The run that ``text`` names, or the directory of one that was submitted and has not begun.
 
     Raises:
-        InputError: there is neither; lists what exists.
+        InputError: there is neither; lists what exists. CorruptArtefactError: it is a fork that its job cannot begin with.
     """
     for candidate in _candidates(text):
         if RunLayout(candidate).run_record.exists() or was_submitted(RunLayout(candidate)):
+            read_beginning(RunLayout(candidate))
             return RunLayout(candidate)
+    _refuse_fork(text)
     raise _none_at(text)
+
+
+def _refuse_fork(text: str) -> None:
+    """Of a fork that was made and not started it is said that it is one.
+
+    Raises:
+        InputError: it is one. CorruptArtefactError: it is one, and damaged.
+    """
+    for candidate in _candidates(text):
+        layout = RunLayout(candidate)
+        if (told := not_started(layout, was_submitted(layout))) is not None:
+            raise told
 
 
 def _candidates(text: str) -> list[Path]:

@@ -52,9 +52,7 @@ def submit(
     where = find_site(site)
     base = expand_path(where.runs_directory) if where.runs_directory else runs_directory()
     place = place_of(run_dir, base, wanted.name)
-    if dry_run and fork is not None:
-        raise UsageError("--dry-run makes nothing, and --fork makes a directory", mend="leave one of the two out")
-    layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say))
+    layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say, only_look=dry_run))
     order = place_order(layout, wanted, where)
     check_order(order)
     scripts = scripts_of(order, cause=f"{BY_HAND}: `milesbatch submit`")

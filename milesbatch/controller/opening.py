@@ -29,10 +29,11 @@ from milesbatch.recipe.freeze import ABSENT, changed_keys
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import ForkRecord, IncarnationRecord, RunRecord
+from milesbatch.store.beginning import read_beginning
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.places import refuse_undecodable
-from milesbatch.store.run import frozen_recipe, read_fork, read_run_record
+from milesbatch.store.run import frozen_recipe, read_run_record
 from milesbatch.store.sight import sight_of
 from milesbatch.store.survey import read_incarnations
 from milesbatch.store.takeover import Claimant, Incarnation, take_over
@@ -130,9 +131,9 @@ def check_beginning(layout: RunLayout, recipe: Recipe) -> ForkRecord | None:
     """What a directory without a run was given by a fork, perhaps for another recipe; None when it was given nothing.
 
     Raises:
-        RunMismatchError: ``recipe`` cannot go on from there.
+        RunMismatchError: ``recipe`` cannot go on from there. CorruptArtefactError: what was given is damaged.
     """
-    fork = read_fork(layout)
+    fork = read_beginning(layout)
     if fork is not None:
         origin = origin_after(fork.forked_from)
         refuse_fork(

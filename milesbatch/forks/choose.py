@@ -28,6 +28,7 @@ from milesbatch.records import (
     WeightsManifest,
     digest_bytes,
 )
+from milesbatch.store.beginning import not_started
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.places import true_path
@@ -63,6 +64,8 @@ def parent_record(parent: RunLayout) -> RunRecord:
         InputError: there is no run there. CorruptArtefactError: its record is damaged.
     """
     record = read_run_record(parent)
+    if record is None and (told := not_started(parent, was_submitted=False)) is not None:
+        raise told
     if record is None:
         raise InputError(f"{parent.root} is not a run: it has no run.json", mend="give the run to fork with --run-dir")
     return record

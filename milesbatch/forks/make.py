@@ -29,6 +29,7 @@ from milesbatch.errors import CorruptArtefactError, InputError, RunHeldError, Ru
 from milesbatch.forks.choose import Choice, choose, parent_record
 from milesbatch.recipe.models import Recipe
 from milesbatch.records import FORKED, FileRef, ForkedFrom, ForkRecord, digest_bytes
+from milesbatch.store.beginning import read_beginning
 from milesbatch.store.clock import utc_now
 from milesbatch.store.durable import (
     create_exclusively,
@@ -45,7 +46,7 @@ from milesbatch.store.layout import RunLayout
 from milesbatch.store.liveness import process_started
 from milesbatch.store.operations import current
 from milesbatch.store.places import refuse_name, true_path
-from milesbatch.store.run import read_fork, read_run_record
+from milesbatch.store.run import read_run_record
 from milesbatch.store.taking import take_file
 
 Say = Callable[[str], None]
@@ -92,16 +93,33 @@ def fork(asked: Fork, wanted: Recipe, say: Say) -> ForkedFrom:
             if error.unseen is None or asked.step is not None or tries == _TRIES:
                 raise
             tries += 1  # the parent goes on, and has deleted what was chosen
+    _tell(asked, choice, "begins", say)
+    return choice.forked_from
+
+
+def foresee(asked: Fork, wanted: Recipe, say: Say) -> None:
+    """Say what :func:`fork` would begin with now; nothing is written.
+
+    Raises:
+        MilesbatchError: as :func:`fork` would, but for damage in the payload of older checkpoints, which is not read.
+    """
+    _refuse_places(asked)
+    if (made := _made_before(asked)) is not None:
+        say(f"{asked.target.root} was made already, from step {made.step} of run {made.run_id}")
+        return
+    _tell(asked, choose(asked.parent, wanted, asked.step), "would begin", say)
+
+
+def _tell(asked: Fork, choice: Choice, begins: str, say: Say) -> None:
     told = choice.forked_from
     for step, reason in choice.passed_over:
         say(f"checkpoint {step} of {asked.said} cannot be used: {reason}")
-    say(f"{asked.target.root} begins with step {told.step} of {asked.said} (run {told.run_id})")
+    say(f"{asked.target.root} {begins} with step {told.step} of {asked.said} (run {told.run_id})")
     if not choice.is_exact:
         say(
             f"the parent has retired the policy versions before {told.first_version}: the first steps are made with that"
             " version, and are not those that the parent would have made"
         )
-    return told
 
 
 def _refuse_places(asked: Fork) -> Path:
@@ -127,14 +145,14 @@ def _made_before(asked: Fork) -> ForkedFrom | None:
     """The fork that was made in the target already; None when nothing is there.
 
     Raises:
-        RunMismatchError: it is another run. InputError: it is no run.
+        RunMismatchError: it is another run. InputError: it is no run. CorruptArtefactError: it was made, and is damaged.
     """
     target = asked.target
     for directory in (target.root, asked.parent.root):
         if directory.exists() and not directory.is_dir():
             raise InputError(f"{directory} is a file", mend="give run directories with --run-dir and --fork")
     record = read_run_record(target)
-    begun = read_fork(target) if record is None else None
+    begun = read_beginning(target) if record is None else None
     found = record.forked_from if record is not None else begun.forked_from if begun is not None else None
     if found is None:
         if record is None and not _is_free(target.root):

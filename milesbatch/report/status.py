@@ -10,11 +10,11 @@ import contextlib
 import os
 from typing import Any
 
-from milesbatch.decisions.origin import origin_of
+from milesbatch.decisions.origin import origin_after
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.evaluation.reader import main_curve
 from milesbatch.jobs.order import submitted_recipe
-from milesbatch.records import CheckpointManifest, IncarnationRecord, WeightsManifest
+from milesbatch.records import CheckpointManifest, ForkedFrom, IncarnationRecord, WeightsManifest
 from milesbatch.report.condition import Condition, look
 from milesbatch.report.disk_use import DiskUseReader
 from milesbatch.report.endings import (
@@ -30,7 +30,7 @@ from milesbatch.report.event_words import event_in_words
 from milesbatch.report.summary import recent_steps, seconds_left
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.run import OpenRun, open_run
+from milesbatch.store.run import OpenRun, open_run, read_fork
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.trajectories.inflight_reader import unfinished_episodes
 
@@ -73,7 +73,8 @@ class StatusReader:
         current = incarnations[-1] if incarnations else None
         condition = self._condition(current)
         run = self._open(current)
-        self._step = step = _last_step(layout, self._step, origin_of(run.record).step if run else 0)
+        begun = _beginning(layout, run)
+        self._step = step = _last_step(layout, self._step, 0 if begun is None else origin_after(begun).step)
         version, digest = _newest_version(layout, step)
         checkpoint = _last_checkpoint(layout, step)
         recent, live = recent_steps(layout), condition.live or {}
@@ -83,7 +84,7 @@ class StatusReader:
         queued = [job.job_id for job in condition.queue.of_role("run")]
         return condition, {
             "run_id": run.record.run_id if run else None,
-            "forked_from": _parent(run),
+            "forked_from": _parent(begun),
             "state": condition.state,
             "step": step,
             "steps": steps,
@@ -209,9 +210,16 @@ def _disk_free(layout: RunLayout) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def _parent(run: OpenRun | None) -> dict[str, Any] | None:
+def _beginning(layout: RunLayout, run: OpenRun | None) -> ForkedFrom | None:
+    """What a fork began with, or will when its job starts."""
+    if run is not None:
+        return run.record.forked_from
+    made = read_fork(layout)
+    return None if made is None else made.forked_from
+
+
+def _parent(fork: ForkedFrom | None) -> dict[str, Any] | None:
     """The run, and its step, that a fork began with."""
-    fork = None if run is None else run.record.forked_from
     return None if fork is None else {"run_id": fork.run_id, "path": fork.path, "step": fork.step}
 
 

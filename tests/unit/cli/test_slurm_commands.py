@@ -5,6 +5,7 @@ Every mistake must end as one text on standard error and the right exit code, ne
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
@@ -197,21 +198,28 @@ def test_a_fork_takes_the_state_over_at_once_and_queues_the_new_run(shell: Shell
     before = shell.run().run_record.read_bytes()
     changed = ("--fork", "other", "--set", "trainer.optimizer.learning_rate=1e-6")
     said = shell(*SUBMIT, *changed, "--dry-run")
-    assert said.code == EXIT_USAGE and "--dry-run makes nothing" in said.err
-    assert not shell.run("other").root.exists()
+    assert said.code == 0 and "other would begin with step 0 of" in said.err, said.err
+    assert str(shell.run("other").root) in said.out
+    assert not shell.run("other").root.exists() and list(shell.run().holds.iterdir()) == []
+    refused = shell(*SUBMIT, "--fork", "other", "--set", "model.hidden_size=64", "--dry-run")
+    assert refused.code == EXIT_USAGE and "a fork keeps its parent's model" in refused.err
     said = shell(*SUBMIT, *changed)
     assert said.code == 0, said.err
     other = shell.run("other")
     assert "other begins with step 0 of" in said.err and f"milesbatch status {other.root}" in said.err
     fork = read_fork(other)
     assert fork is not None and fork.forked_from.run_id in before.decode()
-    (script,) = fake.submitted()
+    status = shell("status", str(other.root), "--json")
+    assert json.loads(status.out)["forked_from"]["run_id"] == fork.forked_from.run_id, status.err
+    audit = shell("audit", str(other.root))
+    assert audit.code == EXIT_USAGE and "was not started yet" in audit.err and "milesbatch resume" in audit.err
+    _tried, script = fake.submitted()  # the first by --dry-run, with --test-only
     assert str(other.root) in script and shell.run().run_record.read_bytes() == before
     again = shell(
         "submit", "tiny.yaml", "--site", "here", "--run-dir", str(other.root), "--set", "model.hidden_size=64"
     )
     assert again.code == EXIT_USAGE and "a fork keeps its parent's model" in again.err
-    assert len(fake.submitted()) == 1
+    assert len(fake.submitted()) == 2
 
 
 @pytest.mark.parametrize(
