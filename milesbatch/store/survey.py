@@ -119,13 +119,19 @@ def _look_again(layout: RunLayout, missing: Path) -> bytes | None:
 
 
 def survey(
-    layout: RunLayout, incarnations: Sequence[IncarnationRecord], *, last_batch: int = 0, last_version: int = -1
+    layout: RunLayout,
+    incarnations: Sequence[IncarnationRecord],
+    *,
+    last_batch: int = 0,
+    last_version: int = -1,
+    origin: Origin | None = None,
 ) -> Survey:
     """Find what counts in a run whose incarnations are ``incarnations``. Reads every file that the next start will use.
 
-    Batch records up to ``last_batch`` and versions up to ``last_version`` were committed, as the caller was told.
+    Batch records up to ``last_batch`` and versions up to ``last_version`` were committed, as the caller was told. ``origin`` is
+    that of the run's record, where the caller has read it: with the patience for a shared filesystem that a survey lacks.
     """
-    found = Survey(read_origin(layout))
+    found = Survey(read_origin(layout) if origin is None else origin)
     later = Seals(incarnations)
     promised = incarnations[-1].seal if incarnations else _NOTHING
     _survey_batches(layout, later, max(promised.last_batch, last_batch), found)

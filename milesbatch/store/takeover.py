@@ -27,6 +27,7 @@ from milesbatch.store.holds import remove_abandoned
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.store.liveness import is_alive, process_started
 from milesbatch.store.removal import take_away
+from milesbatch.store.run import read_origin
 from milesbatch.store.settle import settle
 from milesbatch.store.sight import AT_ONCE, Sight, refresh
 from milesbatch.store.survey import Survey, read_incarnations, survey
@@ -84,21 +85,24 @@ def take_over(
     if sight.wait_s:
         time.sleep(min(_SETTLE_S, sight.wait_s))  # the last commits of the one before may have been just now
         refresh(layout.incarnations)
+    origin = sight.until_seen(lambda: read_origin(layout))
     earlier = sight.until_seen(lambda: read_incarnations(layout))
     if earlier and not holder_is_gone(earlier[-1]) and is_alive(layout, earlier[-1]):
         raise _held(layout, earlier[-1])
     if sight.wait_s:  # what this host remembers of them may be from a time before the last commits
         for directory in (layout.batches, layout.weights, layout.checkpoints, layout.trajectories):
             refresh(directory)
-    found = sight.until_complete(lambda: survey(layout, earlier), lambda found: found.unseen)
+    found = sight.until_complete(lambda: survey(layout, earlier, origin=origin), lambda found: found.unseen)
     if (
         sight.wait_s and found.broken
     ):  # before anything is taken away: under these names there may be something else by now
         for directory in sorted({path.parent for path, _ in found.broken}):
             refresh(directory)
-        found = sight.until_complete(lambda: survey(layout, earlier), lambda found: found.unseen)
+        found = sight.until_complete(lambda: survey(layout, earlier, origin=origin), lambda found: found.unseen)
     if not all(layout.checkpoint_manifest(step).exists() for step in found.checkpoints):
-        found = survey(layout, earlier)  # a trainer that still lives has gone on, and retired what was just found
+        found = survey(
+            layout, earlier, origin=origin
+        )  # a trainer that still lives has gone on, and retired what was just found
     settle(layout, earlier, found)
     number = len(earlier) + 1
     record = IncarnationRecord(

@@ -144,7 +144,9 @@ class TrainerLoop:
         layout, own = self._layout, self._context.incarnation
         incarnations = self._sight.until_seen(lambda: read_incarnations(layout, at_least=own))
         found = self._sight.until_complete(
-            lambda: survey(layout, incarnations, last_batch=told.recorded, last_version=told.published),
+            lambda: survey(
+                layout, incarnations, last_batch=told.recorded, last_version=told.published, origin=self._origin
+            ),
             lambda found: found.unseen,
         )
         missing = layout.batch(found.last_batch + 1)

@@ -19,6 +19,7 @@ from builders import (
 from seeded import QUIET, Cases, on, patient, start
 from shared_filesystem import SharedFilesystem
 
+from milesbatch.decisions.origin import BEGINNING
 from milesbatch.errors import CorruptArtefactError, FencedError, RunHeldError, StorageError
 from milesbatch.store.create import commit_run, lay_out
 from milesbatch.store.durable import (
@@ -145,7 +146,7 @@ def test_a_take_over_elsewhere_finds_all_that_was_committed() -> None:
         nonlocal hasty
         grown(shared)
         expected = survey(on(shared, "truth"), []).seal()
-        hasty += survey(on(shared, "hasty"), []).seal() != expected
+        hasty += survey(on(shared, "hasty"), [], origin=BEGINNING).seal() != expected
         taken = start(on(shared, "other"))
         assert taken.record.seal == expected
         assert taken.quarantined == () and quarantined(on(shared, "truth")) == {}
@@ -165,12 +166,12 @@ def test_a_take_over_by_a_host_that_watched() -> None:
         other = on(shared, "other")
         patient().until_seen(lambda: read_incarnations(other))
         for step in range(STEPS + 1):
-            survey(other, [])
+            survey(other, [], origin=BEGINNING)
             for path in (other.batch(step + 1), other.weights_manifest(step), other.checkpoint_manifest(step + 1)):
                 path.exists()
         grow(layout, STEPS)
         expected = survey(on(shared, "truth"), []).seal()
-        hasty += survey(other, []).seal() != expected
+        hasty += survey(other, [], origin=BEGINNING).seal() != expected
         assert start(other).record.seal == expected
         assert quarantined(on(shared, "truth")) == {}
 
@@ -191,7 +192,9 @@ def test_what_must_be_there_is_looked_for() -> None:
         other = on(shared, "other")
         other.batch(STEPS + 2).exists()
         found = patient().until_complete(
-            lambda: survey(other, read_incarnations(other), last_batch=STEPS + 2, last_version=STEPS + 2),
+            lambda: survey(
+                other, read_incarnations(other), last_batch=STEPS + 2, last_version=STEPS + 2, origin=BEGINNING
+            ),
             lambda found: found.unseen,
         )
         waited.append(shared.clock.now_s - began_s)
@@ -219,10 +222,11 @@ def test_a_manifest_before_its_payload_is_not_damage() -> None:
         layout = grown(shared)
         other = on(shared, "other")
         records = read_incarnations(layout)
-        at_once = survey(other, records)
+        at_once = survey(other, records, origin=BEGINNING)
         hasty += bool(at_once.broken or at_once.last_version < STEPS)
         found = patient().until_complete(
-            lambda: survey(other, records, last_batch=STEPS, last_version=STEPS), lambda found: found.unseen
+            lambda: survey(other, records, last_batch=STEPS, last_version=STEPS, origin=BEGINNING),
+            lambda found: found.unseen,
         )
         assert found.broken == [] and found.last_version == len(found.batches) == STEPS
 

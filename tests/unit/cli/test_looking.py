@@ -262,10 +262,10 @@ def test_logs_say_that_there_is_more(tmp_path: Path) -> None:
 
 
 def test_logs_follow_until_the_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from milesbatch.cli import logs
+    from milesbatch.cli import following, logs
 
     monkeypatch.setattr(logs, "_LOOK_S", 0.02)
-    monkeypatch.setattr(logs, "_OVER_S", 0.3)
+    monkeypatch.setattr(following, "_OVER_S", 0.3)
     layout = ended_run(tmp_path / "run")
     import os
     import socket

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_layout
+from builders import make_run
 from typer.testing import CliRunner, Result
 
 from milesbatch.cli import traj
@@ -93,8 +93,7 @@ def group_ref(group: int, ref: FileRef, version: int) -> GroupRef:
 @pytest.fixture
 def run(tmp_path: Path) -> RunLayout:
     """Groups 0 and 1 in one file, 2 in another, 3 twice (two incarnations); steps 1 and 2 have batch records."""
-    layout = make_layout(tmp_path / "run")
-    layout.run_record.write_text("{}")
+    layout = make_run(tmp_path / "run")
     first = commit(layout, [sample(g, i) for g in (0, 1) for i in (0, 1)])
     failed = sample(2, 1, version=1, error="ValueError: no number", reward=0.0)
     second = commit(layout, [sample(2, 0, version=1, reward=0.5), failed])
@@ -168,9 +167,9 @@ def test_ls_reports_a_damaged_file_and_lists_the_rest(run: RunLayout) -> None:
 
 
 def test_a_run_without_trajectories_is_an_empty_list(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
+    make_run(tmp_path / "run")
     for command in ("ls", "stats"):
-        result = call(command, tmp_path, "--json")
+        result = call(command, tmp_path / "run", "--json")
         assert (result.exit_code, json.loads(result.stdout)) == (0, [])
 
 
