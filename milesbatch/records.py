@@ -54,7 +54,8 @@ class Record(Value):
             FormatVersionError: written by a newer major version, or by a newer minor one with keys that are not known.
         """
         mend = f"run `milesbatch audit` on the run; the record {path} cannot be trusted"
-        unseen = None if data.endswith(b"}\n") else Path(path)  # cut short: perhaps not all of it is visible yet
+        # Only the outermost brace is at the beginning of its line. Cut short: perhaps not all of it is visible yet.
+        unseen = None if data.endswith(b"\n}\n") else Path(path)
         try:
             body = json.loads(data)
             if not isinstance(body, dict):

@@ -256,3 +256,10 @@ def test_what_the_login_node_needs_imports_without_torch() -> None:
     )
     process = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """Two of one name cannot be collected by one process, and which two meet there depends on how they are spread."""
+    names = [path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")]
+    assert len(names) > 100
+    assert sorted({name for name in names if names.count(name) > 1}) == []

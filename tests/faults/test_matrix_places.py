@@ -137,7 +137,7 @@ def test_a_relative_place_behind_a_link_with_a_name_that_nobody_expects(cache: P
 
 @pytest.mark.parametrize(
     ("name", "code", "cause"),
-    [("y" * 256, 1, "File name too long"), (os.fsdecode(b"latin-\xe9"), 2, "is not valid UTF-8")],
+    [("y" * 256, 2, "the name is too long"), (os.fsdecode(b"latin-\xe9"), 2, "is not valid UTF-8")],
     ids=["long", "not-utf-8"],
 )
 def test_a_name_that_cannot_be(cache: Path, tmp_path: Path, name: str, code: int, cause: str) -> None:

@@ -47,6 +47,12 @@ def pids(here: Path) -> list[int]:
     return [int(word) for word in file.read_text().split()] if file.exists() else []
 
 
+def server_among(candidates: list[int]) -> int:
+    """The one that runs ``SERVER``: a helper may still be the shell that is about to start it."""
+    (server,) = [pid for pid in candidates if SERVER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return server
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -106,7 +112,7 @@ def test_a_server_that_does_not_end_in_peace_is_killed(tmp_path: Path, monkeypat
 
 def test_a_server_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
     process = start(tmp_path)
-    (server,) = [pid for pid in pids(tmp_path) if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    server = server_among(pids(tmp_path))
     os.kill(server, signal.SIGKILL)
     until(lambda: process.exit_code() is not None, "the guard has noticed")
     assert process.exit_code() == 128 + signal.SIGKILL
@@ -130,7 +136,7 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.S
 def test_a_killed_guard_takes_the_server_with_it(tmp_path: Path) -> None:
     """Its helpers are SGLang's own to end: they ask the kernel for that."""
     process = start(tmp_path)
-    (server,) = [pid for pid in pids(tmp_path) if b"-c" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    server = server_among(pids(tmp_path))
     os.kill(process.guard.pid, signal.SIGKILL)
     until(lambda: not is_alive(server), "the server is gone", 10)
     for pid in pids(tmp_path):

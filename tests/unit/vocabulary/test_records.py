@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_every_truncation_and_appendix_is_found(record: Record) -> None:
     for damaged in [*(whole[:size] for size in range(len(whole))), whole + b"\n", whole + b"\0", whole + whole]:
         with pytest.raises(CorruptArtefactError, match=r"some/where\.json"):
             type(record).from_bytes(damaged, "some/where.json")
+
+
+@pytest.mark.parametrize("record", [*ALL, weights(tensors=(tensor(), tensor(name="v")))], ids=lambda record: record.kind)
+def test_a_record_that_is_cut_short_may_still_appear(record: Record) -> None:
+    """Also where it ends, by chance, behind a part with a brace of its own."""
+    whole = record.to_bytes()
+    for end in range(len(whole)):
+        with pytest.raises(CorruptArtefactError) as caught:
+            type(record).from_bytes(whole[:end], "x.json")
+        assert caught.value.unseen == Path("x.json"), whole[:end]
 
 
 @given(st.binary(max_size=200))
