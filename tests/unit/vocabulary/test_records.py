@@ -126,7 +126,9 @@ def test_every_truncation_and_appendix_is_found(record: Record) -> None:
             type(record).from_bytes(damaged, "some/where.json")
 
 
-@pytest.mark.parametrize("record", [*ALL, weights(tensors=(tensor(), tensor(name="v")))], ids=lambda record: record.kind)
+@pytest.mark.parametrize(
+    "record", [*ALL, weights(tensors=(tensor(), tensor(name="v")))], ids=lambda record: record.kind
+)
 def test_a_record_that_is_cut_short_may_still_appear(record: Record) -> None:
     """Also where it ends, by chance, behind a part with a brace of its own."""
     whole = record.to_bytes()
