@@ -67,7 +67,9 @@ def test_a_reward_function_that_does_not_exist(tmp_path: Path, cache: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("body", "word"), [("raise KeyError('colour')", "colour"), ("return float('nan')", "nan")], ids=["raises", "nan"]
+    ("body", "word"),
+    [("raise KeyError('colour')", "colour"), pytest.param("return float('nan')", "nan", marks=pytest.mark.long)],
+    ids=["raises", "nan"],
 )
 def test_a_reward_function_that_always_fails_stops_the_run(tmp_path: Path, cache: Path, body: str, word: str) -> None:
     (tmp_path / "bad_reward.py").write_text(f"def score(prompt, response):\n    {body}\n")
@@ -129,6 +131,7 @@ def grow(place: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_stops_the_run_and_nothing_is_lost(tmp_path: Path, unbroken: Path) -> None:
     """The writers stop with a clear error; when space is there, the same command goes on to the same weights."""
     place = tmp_path / "small"

@@ -65,6 +65,7 @@ def records(run: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_evaluation_changes_no_bit_of_the_training(plain: Path, disturbed: Path) -> None:
     assert digests(disturbed) == digests(plain)
 
@@ -116,6 +117,7 @@ def test_it_is_seen_everywhere(disturbed: Path, cache: Path) -> None:
     assert "that training never asks" in page.read_text()
 
 
+@pytest.mark.long
 def test_by_hand_only_what_is_missing_is_made_and_it_is_what_the_run_would_have_made(
     disturbed: Path, cache: Path, tmp_path: Path
 ) -> None:

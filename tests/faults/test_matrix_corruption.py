@@ -197,6 +197,7 @@ def test_payload_is_gone_around(run: RunLayout, unbroken: Path, cache: Path) -> 
     check_sound(run.root, cache)
 
 
+@pytest.mark.long
 def test_records_are_gone_around(run: RunLayout, unbroken: Path, cache: Path) -> None:
     """The last step is recorded again; versions are published again by a replay from the checkpoint before."""
     broken = [

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from command import wait_until
-from slurm_run import SHAPES, STEPS, SlurmRun
+from slurm_run import HET_AND_MORE, SHAPES, STEPS, SlurmRun
 
 from milesbatch.recipe.shipped import shipped_sites
 
 NewRun = Callable[[], SlurmRun]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", HET_AND_MORE)
 def test_submit_to_the_end(new_run: NewRun, unbroken: object, shape: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}")
@@ -29,7 +29,8 @@ def test_submit_to_the_end(new_run: NewRun, unbroken: object, shape: str) -> Non
     assert json.loads(run.milesbatch("status", run.directory, "--json").out)["state"] == "finished"
 
 
-@pytest.mark.parametrize("shape", ("separate", *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[:2])))
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
 def test_requeued_by_hand(new_run: NewRun, unbroken: object, shape: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}")
@@ -87,6 +88,7 @@ setup: ['touch {begun}', 'sleep 8']
 """
 
 
+@pytest.mark.long
 def test_a_warning_while_the_script_sets_up_ends_nothing(new_run: NewRun, unbroken: object, tmp_path: Path) -> None:
     """Modules load for seconds on real sites, and Slurm's warning kills a process that does not expect it."""
     run = new_run()
@@ -166,6 +168,7 @@ def test_wrong_input_ends_the_job_at_once_and_for_good(new_run: NewRun) -> None:
     assert not run.incarnations()
 
 
+@pytest.mark.long
 def test_a_run_that_makes_no_progress_stops(new_run: NewRun) -> None:
     """Workers die before the first step: the run stops after its tries, gives its nodes back, and says why."""
     run = new_run()

@@ -30,6 +30,7 @@ def test_killed_processes_are_replaced_inside_the_job(new_run: NewRun, unbroken:
     assert len(run.incarnations()) == 1, run.log()
 
 
+@pytest.mark.long
 def test_a_stopped_worker_is_replaced_and_its_revival_changes_nothing(new_run: NewRun, unbroken: object) -> None:
     """SIGSTOP, a replacement, SIGCONT: the zombie is refused and ends."""
     run = new_run()
@@ -46,6 +47,7 @@ def test_a_stopped_worker_is_replaced_and_its_revival_changes_nothing(new_run: N
     assert len(run.incarnations()) == 1, run.log()
 
 
+@pytest.mark.long
 def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: object) -> None:
     run = new_run()
     run.submit()
@@ -59,8 +61,8 @@ def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: objec
 @pytest.mark.parametrize(
     ("shape", "role"),
     [
-        ("separate", "rollout"),
         ("het", "trainer"),
+        pytest.param("separate", "rollout", marks=pytest.mark.long),
         pytest.param("het", "rollout", marks=pytest.mark.long),
         pytest.param("single", "rollout", marks=pytest.mark.long),
         pytest.param("single", "trainer", marks=pytest.mark.long),
@@ -80,6 +82,7 @@ def test_a_lost_node(new_run: NewRun, unbroken: object, shape: str, role: str) -
         assert len(run.incarnations()) == before, "the trainer goes on while rollout is replaced"
 
 
+@pytest.mark.long
 def test_a_lost_node_that_slurm_notices_late(slow_run: SlurmRun, unbroken: object) -> None:
     """The fast path: heartbeats end long before Slurm gives the node up; another job goes on without it."""
     run = slow_run
@@ -93,7 +96,8 @@ def test_a_lost_node_that_slurm_notices_late(slow_run: SlurmRun, unbroken: objec
     assert node in run.incarnations()[-1]["cause"]
 
 
-@pytest.mark.parametrize("notice", [True, pytest.param(False, marks=pytest.mark.long)], ids=["told", "not-told"])
+@pytest.mark.long
+@pytest.mark.parametrize("notice", [True, False], ids=["told", "not-told"])
 def test_preemption(new_run: NewRun, unbroken: object, notice: bool) -> None:
     """The rollout nodes are wanted by others: in one heterogeneous job that takes the whole job."""
     run = new_run(replace(SETTINGS, send_user_signal=notice))
@@ -115,6 +119,7 @@ def test_preempted_rollout_jobs_come_back_while_the_trainer_goes_on(new_run: New
     assert len(run.incarnations()) == 1
 
 
+@pytest.mark.long
 def test_slurmctld_restarts(new_run: NewRun, unbroken: object) -> None:
     run = new_run()
     run.submit()
@@ -126,6 +131,7 @@ def test_slurmctld_restarts(new_run: NewRun, unbroken: object) -> None:
     assert len(run.incarnations()) == 1, run.log()
 
 
+@pytest.mark.long
 def test_workers_join_and_leave(new_run: NewRun) -> None:
     run = new_run()
     run.submit("steps=2000")

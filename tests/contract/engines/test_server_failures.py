@@ -51,6 +51,7 @@ def test_some_answers_are_too_slow(real: RealServer, models: list[Any], proxy: F
     assert time.monotonic() - began_s < 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "why"),
     [("500", "answered 500: spoiled on purpose"), ("lost", "cannot be asked"), ("cut", "cannot be asked")],

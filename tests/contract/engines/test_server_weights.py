@@ -81,7 +81,7 @@ def test_a_group_is_used_again_for_the_next_version(real: RealServer, models: li
 
 
 @pytest.mark.parametrize("transport", ["disk", "broadcast"])
-@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("pause", ["retract", "in_place", pytest.param("abort", marks=pytest.mark.long)])
 def test_one_sequence_lives_through_three_updates(
     real: RealServer, models: list[Any], tmp_path: Path, pause: PauseMode, transport: str
 ) -> None:

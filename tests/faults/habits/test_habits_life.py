@@ -13,7 +13,7 @@ from habits_life import Story, problems_of, run_on_hosts
 from seeded import QUIET
 from shared_filesystem import PROFILES, SharedFilesystem
 
-FEW, MANY = 12, 300
+FEW, MANY = 6, 300
 KILLS = 2
 
 

@@ -65,6 +65,7 @@ def value_of(weights: VerifiedWeights) -> float:
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_follower_that_is_told_before_it_can_see_waits() -> None:
     """It reaches exactly the version that it is told, every time, whatever it sees first; and never another's content."""
     cases, waited_s, hasty = Cases(), 0.0, 0
@@ -134,6 +135,7 @@ def test_damage_is_told_at_once() -> None:
     Cases().run(range(2), follow, **QUIET)
 
 
+@pytest.mark.long
 def test_a_worker_never_uses_a_zombies_version() -> None:
     """The zombie's manifest was under that name once, and the worker's host remembers it."""
     cases, remembered = Cases(("nfs", "hostile")), 0
@@ -308,6 +310,7 @@ def test_a_file_that_never_appears_is_a_clear_error() -> None:
     Cases().run(range(1), train, **QUIET)
 
 
+@pytest.mark.long
 def test_a_replay_elsewhere_gives_up_no_sound_file() -> None:
     """Of a step that is replayed on another host nothing is moved, and nothing is generated again."""
     cases, hasty = Cases(("lustre", "beegfs", "hostile", "nfs")), 0
@@ -348,6 +351,7 @@ class _OneAfterTheOther:
         return mock.Mock(result=lambda value=call(*args): value)
 
 
+@pytest.mark.long
 def test_an_audit_elsewhere_finds_a_sound_run_sound() -> None:
     """Also while the run has just been written; the violations of an old view do not outlast a second look."""
     cases, hasty, told = Cases(), 0, []

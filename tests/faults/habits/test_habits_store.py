@@ -113,6 +113,7 @@ def test_operations_that_took_effect_are_not_failures() -> None:
     assert cases.mishaps["lost_replies"] > 100
 
 
+@pytest.mark.long
 def test_two_starts_in_one_directory_make_one_run() -> None:
     """A start that does not see the run of another one neither makes a second nor touches the first."""
     cases = Cases()
@@ -329,6 +330,7 @@ def test_what_passes_an_old_fence_does_not_count() -> None:
     assert 5 < passed < cases.count
 
 
+@pytest.mark.long
 def test_who_does_not_see_the_seals_does_not_go_on() -> None:
     """Without the record of his own incarnation, what a zombie wrote would seem to count to a trainer elsewhere."""
     cases, refused = Cases(), 0

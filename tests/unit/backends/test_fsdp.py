@@ -193,7 +193,7 @@ def test_named_weights_load_into_the_model(seen: Seen) -> None:
     assert not missing.unexpected_keys
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3))])
 def test_each_rank_gathers_only_what_it_owns(tmp_path: Path, ranks: int) -> None:
     """The bits are those of the whole weights, also where the first dimension does not divide by the ranks."""
     part = f"shared{ranks}"

@@ -58,8 +58,14 @@ def background(browser: Browser) -> str:
     return str(browser.run("return getComputedStyle(document.body).backgroundColor"))
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1280),
+        ("dark", 390),
+        *(pytest.param(*other, marks=pytest.mark.long) for other in (("dark", 1280), ("light", 390))),
+    ],
+)
 def test_readable_and_quiet(browser: Browser, report: Path, width: int, scheme: str) -> None:
     open_drawn(browser, report, width, is_dark=scheme == "dark")
     SHOTS.mkdir(parents=True, exist_ok=True)

@@ -95,6 +95,7 @@ def test_page_and_samples_are_in_the_one_mlflow_run(tmp_path: Path) -> None:
         assert store.execute(number).fetchone() == ("2",)
 
 
+@pytest.mark.long
 def test_a_failed_run_gets_one_too_after_all_steps_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[RunLayout]
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_server_that_is_gone_is_named(
     assert "no report in the MLflow run: the MLflow store http://127.0.0.1:9 cannot be used" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_without_tracking_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     attach_report(tracked(tmp_path / "run"))
     assert "no report in the MLflow run: [Errno 2] No such file or directory" in capfd.readouterr().out
