@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 _DIGEST = re.compile(r"xxh128:[0-9a-f]{32}")
 _POLICY_REF = re.compile(r"(?P<run>[A-Za-z0-9._-]+)@(?P<version>0|[1-9][0-9]*):(?P<digest>xxh128:[0-9a-f]{32})")
-_WORKER = re.compile(r"[a-z]+(-[a-z]+)*-(0|[1-9][0-9]*)")
+NUMBER = r"(?:[0-9]{6}|[1-9][0-9]{6,})"
+"""Exactly what :func:`number` writes, as a regular expression."""
+WORKER = r"[a-z]+(?:-[a-z]+)*-(?:0|[1-9][0-9]*)"
+"""The name of a process, as a regular expression."""
+_WORKER = re.compile(WORKER)
 
 
 def number(value: int) -> str:

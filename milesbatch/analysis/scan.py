@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ _READERS = 4
 _SLOW_FILE_S = 0.003
 """As on a shared filesystem under load, whose latency is then worth hiding."""
 
-Loaded = bytes | MilesbatchError | None
+Loaded = tuple[int, Path, bytes | MilesbatchError | None]
+"""Number of a file, its path, and its bytes: None for a large one, to be read in parts."""
 
 
 def _loose(name: str, of: Any) -> Any:
@@ -109,17 +111,17 @@ class TrajectoryScan:
             yield numbers, tables
 
     def _read(self, columns: Sequence[str], files: Collection[int] | None) -> Iterator[tuple[int, Any]]:
-        for number, loaded in self._loaded(range(len(self.counted.files)) if files is None else sorted(files)):
+        for number, path, loaded in self._loaded(range(len(self.counted.files)) if files is None else sorted(files)):
             try:
                 if isinstance(loaded, MilesbatchError):
                     raise loaded
-                yield number, parse_columns(self.counted.path(number), loaded, columns)
+                yield number, parse_columns(path, loaded, columns)
             except FileNotFoundError:
                 self._note_missing(number)
             except MilesbatchError as error:
                 self._errors.setdefault(self.counted.files[number], error)
 
-    def _loaded(self, files: Collection[int]) -> Iterator[tuple[int, Loaded]]:
+    def _loaded(self, files: Collection[int]) -> Iterator[Loaded]:
         """Contents of files. Where opening one takes long, a few are read at the same time, ahead of their use; where
         it does not, threads only wait for each other."""
         chunks = iter(lambda source=iter(files): list(islice(source, _CHUNK_FILES)), [])  # type: ignore[misc]
@@ -131,7 +133,7 @@ class TrajectoryScan:
             if is_slow:
                 break
         with ThreadPoolExecutor(_READERS) as pool:
-            waiting: list[Future[list[tuple[int, Loaded]]]] = []
+            waiting: list[Future[list[Loaded]]] = []
             for chunk in chunks:
                 waiting.append(pool.submit(self._load, chunk))
                 if len(waiting) > _READERS:
@@ -139,15 +141,16 @@ class TrajectoryScan:
             for future in waiting:
                 yield from future.result()
 
-    def _load(self, numbers: Sequence[int]) -> list[tuple[int, Loaded]]:
-        found: list[tuple[int, Loaded]] = []
+    def _load(self, numbers: Sequence[int]) -> list[Loaded]:
+        found: list[Loaded] = []
         for number in numbers:
+            path = self.counted.path(number)
             try:
-                found.append((number, read_bytes(self.counted.path(number), verify=self.verify)))
+                found.append((number, path, read_bytes(path, verify=self.verify)))
             except FileNotFoundError:
                 self._note_missing(number)
             except MilesbatchError as error:
-                found.append((number, error))
+                found.append((number, path, error))
         return found
 
     def _note_missing(self, number: int) -> None:

@@ -26,7 +26,9 @@ from milesbatch.cluster.context import cache_directory, runs_directory
 from milesbatch.errors import UsageError
 from milesbatch.store.places import true_path
 
-app = typer.Typer(no_args_is_help=True, help="All runs: list them, find some by text and field, compare them.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="All runs: list them, find some by text and field, compare them."
+)
 
 IN = typer.Option("--in", metavar="DIR", help="Also look for runs in this directory; may be given again.")
 InOption = Annotated[list[Path] | None, IN]

@@ -19,6 +19,7 @@ from rich.table import Table
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, MilesbatchError, UsageError
 from milesbatch.evaluation.reader import Curve, curves, read_evaluations
+from milesbatch.recipe.sglang import server_addresses
 from milesbatch.records import EvaluationRecord
 from milesbatch.store.layout import RunLayout
 
@@ -43,6 +44,15 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0, help="0: always the likeliest token.")
     ] = None,
+    urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            help="With SGLang: a server that runs already, for this evaluation alone, instead of starting one; may be given"
+            " again.",
+        ),
+    ] = None,
     only_list: Annotated[bool, typer.Option("--list", help="Evaluate nothing; show what there is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
@@ -59,10 +69,19 @@ def evaluate(
         from milesbatch.evaluation.by_hand import Wish, evaluate_by_hand
         from milesbatch.report.status import is_finished
 
-        wish = Wish(tuple(sorted(set(version or ()))), every, prompts, samples, temperature, follow)
+        wish = Wish(
+            tuple(sorted(set(version or ()))), every, prompts, samples, temperature, follow, _checked(urls or ())
+        )
         outcome = evaluate_by_hand(layout, wish, lambda steps: is_finished(layout, steps), _say)
         chosen, skipped = outcome.records, outcome.skipped
     _show(layout, chosen, skipped, as_json)
+
+
+def _checked(urls: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return server_addresses(tuple(urls))
+    except ValueError as error:
+        raise UsageError(f"--url: {error}", mend="give the address of each server once") from error
 
 
 def _show(layout: RunLayout, chosen: Sequence[EvaluationRecord] | None, skipped: dict[int, str], as_json: bool) -> None:

@@ -14,26 +14,38 @@ from pathlib import Path
 import typer
 
 from milesbatch import __version__
-from milesbatch.cli import catalogue, recipes, traj, weights
-from milesbatch.cli.audit import audit
-from milesbatch.cli.doctor import doctor
-from milesbatch.cli.drill import drill
-from milesbatch.cli.evaluate import evaluate
-from milesbatch.cli.life import cancel, resume, scale
-from milesbatch.cli.logs import logs
-from milesbatch.cli.plan import plan
-from milesbatch.cli.replay import replay
-from milesbatch.cli.report import report
-from milesbatch.cli.run import run
-from milesbatch.cli.status import status
-from milesbatch.cli.submit import submit
-from milesbatch.cli.watch import watch
+from milesbatch.cli.on_demand import Place, commands_on_demand
 from milesbatch.errors import EXIT_TEMPFAIL, MilesbatchError, StoppedToContinue
 from milesbatch.store.durable import storage_error
+
+COMMANDS = {
+    "run": Place("milesbatch.cli.run", "run", "milesbatch run recipes/tiny.yaml --set steps=20"),
+    "submit": Place(
+        "milesbatch.cli.submit", "submit", "milesbatch submit recipes/tiny.yaml --site devcluster --dry-run"
+    ),
+    "plan": Place("milesbatch.cli.plan", "plan", "milesbatch plan recipes/tiny.yaml --run runs/tiny"),
+    "cancel": Place("milesbatch.cli.life", "cancel", "milesbatch cancel runs/tiny --now"),
+    "resume": Place("milesbatch.cli.life", "resume", "milesbatch resume runs/tiny"),
+    "scale": Place("milesbatch.cli.life", "scale", "milesbatch scale runs/tiny --rollout 8"),
+    "status": Place("milesbatch.cli.status", "status", "milesbatch status runs/tiny --json"),
+    "watch": Place("milesbatch.cli.watch", "watch", "milesbatch watch runs/tiny --every 5"),
+    "logs": Place("milesbatch.cli.logs", "logs", "milesbatch logs runs/tiny --role trainer -f"),
+    "audit": Place("milesbatch.cli.audit", "audit", "milesbatch audit runs/tiny --json"),
+    "evaluate": Place("milesbatch.cli.evaluate", "evaluate", "milesbatch evaluate runs/tiny --every 20"),
+    "report": Place("milesbatch.cli.report", "report", "milesbatch report runs/tiny -o tiny.html"),
+    "replay": Place("milesbatch.cli.replay", "replay", "milesbatch replay runs/tiny --step 12"),
+    "drill": Place("milesbatch.cli.drill", "drill", "milesbatch drill recipes/tiny.yaml --report drill.html"),
+    "doctor": Place("milesbatch.cli.doctor", "doctor", "milesbatch doctor --run-dir /scratch/runs --site mycluster"),
+    "traj": Place("milesbatch.cli.traj", "app"),
+    "weights": Place("milesbatch.cli.weights", "app"),
+    "recipes": Place("milesbatch.cli.recipes", "app"),
+    "runs": Place("milesbatch.cli.catalogue", "app"),
+}
 
 app = typer.Typer(
     name="milesbatch",
     help="Train language models with reinforcement learning as batch jobs.",
+    cls=commands_on_demand(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -45,27 +57,6 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
     if version:
         print(__version__)
         raise typer.Exit
-
-
-app.command("run", epilog="Example: milesbatch run recipes/tiny.yaml --set steps=20")(run)
-app.command("submit", epilog="Example: milesbatch submit recipes/tiny.yaml --site devcluster --dry-run")(submit)
-app.command("plan", epilog="Example: milesbatch plan recipes/tiny.yaml --run runs/tiny")(plan)
-app.command("cancel", epilog="Example: milesbatch cancel runs/tiny --now")(cancel)
-app.command("resume", epilog="Example: milesbatch resume runs/tiny")(resume)
-app.command("scale", epilog="Example: milesbatch scale runs/tiny --rollout 8")(scale)
-app.command("status", epilog="Example: milesbatch status runs/tiny --json")(status)
-app.command("watch", epilog="Example: milesbatch watch runs/tiny --every 5")(watch)
-app.command("logs", epilog="Example: milesbatch logs runs/tiny --role trainer -f")(logs)
-app.command("audit", epilog="Example: milesbatch audit runs/tiny --json")(audit)
-app.command("evaluate", epilog="Example: milesbatch evaluate runs/tiny --every 20")(evaluate)
-app.command("report", epilog="Example: milesbatch report runs/tiny -o tiny.html")(report)
-app.command("replay", epilog="Example: milesbatch replay runs/tiny --step 12")(replay)
-app.command("drill", epilog="Example: milesbatch drill recipes/tiny.yaml --report drill.html")(drill)
-app.command("doctor", epilog="Example: milesbatch doctor --run-dir /scratch/runs --site mycluster")(doctor)
-app.add_typer(traj.app, name="traj")
-app.add_typer(weights.app, name="weights")
-app.add_typer(recipes.app, name="recipes")
-app.add_typer(catalogue.app, name="runs")
 
 
 def main() -> None:

@@ -26,7 +26,11 @@ from milesbatch.recipe.load import dump_recipe, load_recipe, recipe_digest
 from milesbatch.recipe.models import Recipe
 from milesbatch.recipe.shipped import shipped_recipes
 
-app = typer.Typer(no_args_is_help=True, help="Recipes: list those that are shipped, show one resolved, validate one.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Recipes: list those that are shipped, show one resolved, validate one.",
+)
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Path of a recipe, or the name of a shipped one.")

@@ -32,6 +32,7 @@ from milesbatch.trajectories.trajectory import Trajectory
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Trajectories of a run: list files, read samples, statistics, SQL, compare, export, score again.",
 )
 AllOption = Annotated[bool, typer.Option("--all", help="All rows on the terminal, however many.")]

@@ -26,6 +26,7 @@ from milesbatch.weights.reader import committed_versions, is_retired
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Policy versions of a run: list, check, look at changes, write out, exchange with other tools, register.",
 )
 

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from milesbatch.ids import check_worker_name, number, parse_number
+from milesbatch.ids import NUMBER, WORKER, number
 
 _TRAJECTORY = re.compile(
-    r"(?P<first>[0-9]+)-(?P<last>[0-9]+)\.i(?P<incarnation>[0-9]+)\.(?P<worker>[a-z-]+-[0-9]+)\.(?P<tag>[0-9a-f]{16})\.arrow"
+    rf"(?P<first>{NUMBER})-(?P<last>{NUMBER})\.i(?P<incarnation>{NUMBER})\.(?P<worker>{WORKER})\.(?P<tag>[0-9a-f]{{16}})\.arrow"
 )
 
 
@@ -43,10 +43,10 @@ class TrajectoryName:
         match = _TRAJECTORY.fullmatch(text)
         if match is None:
             raise ValueError(f"not the name of a trajectory file: {text!r}")
-        first, last, incarnation = (parse_number(match[name]) for name in ("first", "last", "incarnation"))
+        first, last, incarnation = int(match["first"]), int(match["last"]), int(match["incarnation"])
         if last < first:
             raise ValueError(f"not the name of a trajectory file: {text!r} ends before it begins")
-        return cls(first, last, incarnation, check_worker_name(match["worker"]), match["tag"])
+        return cls(first, last, incarnation, match["worker"], match["tag"])
 
 
 @dataclass(frozen=True, slots=True)
