@@ -16,11 +16,10 @@ from milesbatch.cluster.submission import submit_script
 from milesbatch.controller.opening import check_beginning, check_same_recipe
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import RunMismatchError
+from milesbatch.jobs.marks import mark
 from milesbatch.jobs.order import Order, write_order
-from milesbatch.records import digest_bytes
 from milesbatch.store.durable import make_directory
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.places import true_path
 from milesbatch.store.run import read_run_record
 
 
@@ -95,12 +94,6 @@ def submit(order: Order, scripts: tuple[Script, ...]) -> dict[str, str]:
             slurm.cancel(job_id)
         raise
     return queued
-
-
-def mark(layout: RunLayout, role: str) -> str:
-    """What a job's comment says: whose it is. The directory's path may hold anything, so its digest stands for it."""
-    tag = digest_bytes(str(true_path(layout.root)).encode()).removeprefix("xxh128:")[:16]
-    return f"milesbatch:{tag}:{role}"
 
 
 def jobs_of(layout: RunLayout) -> list[RunJob]:

@@ -12,8 +12,8 @@ from typing import Any
 from milesbatch.cluster import slurm
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import SlurmError
+from milesbatch.jobs.marks import mark
 from milesbatch.jobs.order import was_submitted
-from milesbatch.jobs.submit import mark
 from milesbatch.store.layout import RunLayout
 
 _ASK_S = 15.0

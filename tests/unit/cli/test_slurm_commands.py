@@ -18,7 +18,7 @@ from prepared_slurm import PreparedSlurm
 
 from milesbatch.cli.main import main
 from milesbatch.errors import EXIT_NOT_WELL, EXIT_TEMPFAIL, EXIT_USAGE
-from milesbatch.jobs.submit import mark
+from milesbatch.jobs.marks import mark
 from milesbatch.recipe.load import load_recipe
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import read_fork

@@ -14,7 +14,7 @@ from forked_runs import make_fork, tree
 from milesbatch.cli.main import main
 from milesbatch.errors import EXIT_USAGE, InputError
 from milesbatch.forks import make as making
-from milesbatch.jobs.submit import mark
+from milesbatch.jobs.marks import mark
 from milesbatch.records import ForkRecord
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.mounts import filesystem_kind

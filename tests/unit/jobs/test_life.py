@@ -11,8 +11,8 @@ from prepared_slurm import PreparedSlurm
 from milesbatch.controller.stopping import CancelWatch
 from milesbatch.errors import EXIT_USAGE, RunMismatchError, SlurmError
 from milesbatch.jobs import life
+from milesbatch.jobs.marks import mark
 from milesbatch.jobs.order import place_order, write_order
-from milesbatch.jobs.submit import mark
 from milesbatch.recipe.site import Site
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.takeover import Claimant, take_over

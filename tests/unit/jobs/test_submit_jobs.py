@@ -10,8 +10,9 @@ from prepared_slurm import PreparedSlurm
 
 from milesbatch.decisions.job_states import JobState
 from milesbatch.errors import RunMismatchError, SlurmError, StorageError
+from milesbatch.jobs.marks import mark
 from milesbatch.jobs.order import Order, place_order
-from milesbatch.jobs.submit import check_order, end_jobs, jobs_of, mark, scripts_of, submit
+from milesbatch.jobs.submit import check_order, end_jobs, jobs_of, scripts_of, submit
 from milesbatch.recipe.site import Site
 from milesbatch.store.layout import RunLayout
 

@@ -17,7 +17,7 @@ from builders import grow, make_incarnation, make_recipe, make_run
 from prepared_slurm import COMMANDS, PreparedSlurm
 
 from milesbatch.decisions.going_on import BY_HAND
-from milesbatch.jobs.submit import mark
+from milesbatch.jobs.marks import mark
 from milesbatch.recipe.load import dump_recipe
 from milesbatch.records import Seal
 from milesbatch.report import condition
