@@ -3,9 +3,9 @@
 Run: ``python benchmarks/sglang_worker.py [--python .venv-sglang/bin/python] [--device cpu]``
 
 Both sides ask the same server for the same groups, in alternating rounds of one process; medians are printed. The bare
-client posts all requests at once with httpx and reads the JSON. The worker's side is what a worker does with its
-leases: requests from prompts, the engine with its checks and policy versions, text, reward, and trajectories committed
-to disk; the next leases are asked for while the earlier ones are being written.
+client posts all requests at once with aiohttp, as the engine does, and reads the JSON. The worker's side is what a
+worker does with its leases: requests from prompts, the engine with its checks and policy versions, text, reward, and
+trajectories committed to disk; the next leases are asked for while the earlier ones are being written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import torch
 
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
@@ -127,12 +127,15 @@ class Bench:
 
         async def ask() -> int:
             headers = {"authorization": f"Bearer {self.place.key}"}
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(
-                base_url=self.place.url, headers=headers, timeout=600, limits=limits, trust_env=False
-            ) as client:
-                answers = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
-            return sum(len(answer.json()["output_ids"]) for answer in answers)
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=aiohttp.ClientTimeout(600)
+            ) as session:
+
+                async def one(body: Mapping[str, Any]) -> int:
+                    async with session.post(f"{self.place.url}/generate", json=body) as response:
+                        return len((await response.json())["output_ids"])
+
+                return sum(await asyncio.gather(*map(one, bodies)))
 
         began_s = time.monotonic()
         tokens = asyncio.run(ask())

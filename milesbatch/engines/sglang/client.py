@@ -12,11 +12,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
+import aiohttp
 
 from milesbatch.errors import EngineError
 
 _CONNECT_S = 5.0
+_KEEP_ALIVE_S = 4.0
+"""Less than the 5 s after which a server closes a connection that is idle: none is used in the moment of its end."""
 _WORDS = 300
 
 
@@ -28,20 +30,21 @@ class ServerRefusedError(EngineError):
     """The server does not do what was asked, and says why; asking again cannot help."""
 
 
+class ServerLacksPathError(ServerRefusedError):
+    """There is no such path: what answers is no server of SGLang, or a much older one."""
+
+
 class ServerClient:
     """HTTP to one server. For one event loop."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0),
-            trust_env=False,
-        )
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def get(self, path: str, limit_s: float) -> dict[str, Any]:
         """The JSON object at ``path``, or an empty one where there are no words.
@@ -71,32 +74,34 @@ class ServerClient:
         return True
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> dict[str, Any]:
-        content = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        timeout = httpx.Timeout(limit_s, connect=min(_CONNECT_S, limit_s), pool=None)
+        if self._session is None:  # made where the loop runs
+            connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connections, headers=self._headers)
+        data = None if body is None else json.dumps(body).encode()
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_S, limit_s))
         try:
-            response = await self._http.request(method, f"/{path}", content=content, headers=headers, timeout=timeout)
-        except httpx.TimeoutException as error:
+            async with self._session.request(method, f"{self.url}/{path}", data=data, timeout=timeout) as response:
+                status, content = response.status, await response.read()
+        except TimeoutError as error:
             raise ServerGoneError(f"{self.url}/{path} did not answer within {limit_s:.0f} s") from error
-        except (httpx.HTTPError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise ServerGoneError(f"{self.url}/{path} cannot be asked: {type(error).__name__} {error}") from error
-        if response.status_code >= 500:
-            raise ServerGoneError(f"{self.url}/{path} answered {response.status_code}: {_words_of(response)}")
-        if response.status_code >= 400:
-            raise ServerRefusedError(f"{self.url}/{path} answered {response.status_code}: {_words_of(response)}")
+        if status >= 400:
+            kind = ServerGoneError if status >= 500 else ServerLacksPathError if status == 404 else ServerRefusedError
+            raise kind(f"{self.url}/{path} answered {status}: {_words_of(content)}")
         try:
-            answer = json.loads(response.content or b"{}")
+            answer = json.loads(content or b"{}")
         except ValueError:  # some control calls answer in plain words
-            answer = {"text": response.text}
+            answer = {"text": content.decode(errors="replace")}
         if not isinstance(answer, dict):
             raise ServerGoneError(f"{self.url}/{path} answered with something that is no JSON object")
         return answer
 
 
-def _words_of(response: httpx.Response) -> str:
+def _words_of(content: bytes) -> str:
     try:
-        body = response.json()
+        body = json.loads(content)
         error = body.get("error", body.get("message", body))
         return str(error.get("message", error) if isinstance(error, dict) else error)[:_WORDS]
     except (ValueError, AttributeError):
-        return response.text.strip()[:_WORDS] or "without a word"
+        return content.decode(errors="replace").strip()[:_WORDS] or "without a word"
