@@ -35,6 +35,8 @@ ROWS = 1 << 20
 class Weights:
     """BF16 tensors of 8 MiB each; what of a backend a publisher asks for."""
 
+    device = torch.device("cpu")
+
     def __init__(self, num_bytes: int) -> None:
         made = torch.Generator().manual_seed(0)
         count = max(1, num_bytes // (4 * ROWS * 2))
@@ -45,7 +47,7 @@ class Weights:
             tensor.view(torch.int16)[version % 100 :: 100] += 1
 
     def named_weights(
-        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None, *, on_device: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.items():
             yield name, tensor.to(dtype, copy=True)

@@ -66,6 +66,11 @@ class FsdpBackend:
         self._parameters = {name: cast(DTensor, value) for name, value in self._model.named_parameters()}
         self._optimizer = _adamw(recipe, self._parameters)
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self._device
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     def train_step(
@@ -178,17 +183,20 @@ class FsdpBackend:
 
     @torch.no_grad()
     def named_weights(
-        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None, *, on_device: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in a fixed order (collective); see ``TrainerBackend.named_weights``."""
+        place = self._device if on_device else torch.device("cpu")
         for name, parameter in self._parameters.items():
             if owners is not None and self._ranks > 1:
                 whole = _gathered(parameter, dtype, owners[name], self._rank, self._ranks)
                 if whole is not None:
-                    yield name, whole.to("cpu")
+                    yield name, whole.to(place)
                 continue
             # A copy even when nothing had to be gathered: the caller may keep it while the next step trains.
-            yield name, parameter.full_tensor().detach().to("cpu", dtype, copy=True).contiguous()
+            yield name, parameter.full_tensor().detach().to(place, dtype, copy=True).contiguous()
+        if place.type == "cuda":
+            torch.cuda.current_stream(place).synchronize()
 
     def weight_sizes(self) -> dict[str, int]:
         """Elements of each parameter that ``named_weights`` gives; the same on all ranks."""

@@ -55,6 +55,10 @@ def do_nothing() -> None:
 class TrainerBackend(Protocol):
     """One rank's part of the trainer group."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+
     def train_step(
         self, step: int, samples: Sequence[TrainSample], before_update: Callable[[], None] = do_nothing
     ) -> StepMetrics:
@@ -75,13 +79,14 @@ class TrainerBackend(Protocol):
         """Logprobs of each sample under the current weights (collective): float32 [T] on the CPU, 0 where masked out."""
 
     def named_weights(
-        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None, *, on_device: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in a fixed order (collective; every rank must exhaust it).
 
         Names are those of Hugging Face; tensors are contiguous copies on the CPU in ``dtype``, one alive at a time.
         Tied parameters appear once (see ``tied_names``). With ``owners`` (name -> rank) a rank gets only what it owns, and
-        never holds another tensor whole.
+        never holds another tensor whole. With ``on_device`` the copies are on :attr:`device`, and may be read in any of its
+        streams once the iteration has ended.
         """
 
     def weight_sizes(self) -> Mapping[str, int]:

@@ -131,14 +131,23 @@ def _table(found: list[WeightsRow]) -> Table:
     kept = [row for row in found if not row.retired]
     words = "policy versions" if len(kept) == len(found) else f"policy versions, {len(kept)} of them kept"
     table = Table(title=f"{len(found)} {words}, {sum(row.bytes for row in kept):,} bytes")
-    for heading in ("version", "kind", "bytes", "changed", "incarnation", "digest"):
-        table.add_column(heading, justify="left" if heading in ("kind", "digest") else "right", overflow="fold")
+    for heading in ("version", "kind", "bytes", "delta by encoding", "changed", "inc.", "digest"):
+        is_text = heading in ("kind", "delta by encoding", "digest")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for row in found:
         share = f"{row.changed / row.elements:.2%}" if row.elements else "-"
         digest = row.digest.removeprefix("xxh128:")[:12]
         kind, size = (f"{row.kind} (retired)", "-") if row.retired else (row.kind, f"{row.bytes:,}")
-        table.add_row(str(row.version), kind, size, share, str(row.incarnation), digest)
+        table.add_row(str(row.version), kind, size, _by_encoding(row), share, str(row.incarnation), digest)
     return table
+
+
+def _by_encoding(row: WeightsRow) -> str:
+    """Of its delta: one line for each, the largest first."""
+    found = row.bytes_by_encoding
+    if found is None:
+        return "-" if row.retired else "not known"
+    return "\n".join(f"{name} {size:,}" for name, size in found.items() if name not in ("keyframe", "headers"))
 
 
 def _print_verdict(versions: int, retired: int, violations: list[Violation]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from milesbatch.decisions.shares import shares
 from milesbatch.plan.model_size import ModelSize
 from milesbatch.recipe.models import Recipe
+from milesbatch.weights.device_diff import MOST_DEVICE_BYTES
 
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 ESTIMATED = ("activations", "libraries")
@@ -27,6 +28,9 @@ def trainer_device(recipe: Recipe, size: ModelSize) -> dict[str, int]:
     ranks, width = recipe.trainer.ranks, BYTES[recipe.trainer.dtype]
     share = -(-size.parameters // ranks)
     copies = 2 if recipe.algorithm.kl_coef > 0 else 1
+    finds_changes = recipe.weights.diff_on == "device" or (
+        recipe.weights.diff_on == "auto" and recipe.slurm.trainer.gpus_per_task > 0
+    )
     return {
         "weights": 4 * share,
         "gradients": 4 * share,
@@ -36,22 +40,29 @@ def trainer_device(recipe: Recipe, size: ModelSize) -> dict[str, int]:
         # pass their gradients are whole, too, until they are reduced.
         "gathered": (2 * size.layer_parameters + size.outer_parameters) * (width + 4) if ranks > 1 else 0,
         "activations": _activations(recipe, size, width),
+        # Two versions, and what the search for changes takes beside them at most.
+        "published weights": _published(recipe, size) + MOST_DEVICE_BYTES if finds_changes else 0,
         "libraries": _LIBRARIES + (_CUDA if recipe.slurm.trainer.gpus_per_task else 0),
     }
 
 
 def trainer_host(recipe: Recipe, size: ModelSize) -> dict[str, int]:
-    """Bytes of host memory of one rank besides: the largest share of any rank."""
+    """Bytes of host memory of one rank besides."""
+    return {
+        "published weights": _published(recipe, size),
+        "checkpoint copy": 12 * -(-size.parameters // recipe.trainer.ranks),
+    }
+
+
+def _published(recipe: Recipe, size: ModelSize) -> int:
+    """Two versions of the largest share of any rank."""
     owners = 1 if recipe.weights.transport != "delta" else recipe.trainer.ranks
     width = BYTES[recipe.weights.dtype]
     pieces = {f"layer {i}": size.layer_parameters for i in range(size.layers)} | {"outer": size.outer_parameters}
     of_ranks = [0] * owners
     for name, rank in shares(pieces, owners).items():
         of_ranks[rank] += pieces[name]
-    return {
-        "published weights": 2 * width * max(of_ranks),
-        "checkpoint copy": 12 * -(-size.parameters // recipe.trainer.ranks),
-    }
+    return 2 * width * max(of_ranks)
 
 
 def worker_device(recipe: Recipe, size: ModelSize) -> dict[str, int]:

@@ -27,6 +27,13 @@ class Weights(Section):
         " when these deltas have together become larger than it. 1 writes only full copies; large values make a worker that"
         " starts late apply many deltas.",
     )
+    diff_on: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="Where the trainer looks for what changed since the version before: `device` keeps that version beside the"
+        " training, as two copies of a rank's share in `dtype` while one is published, and sends only changes across the bus;"
+        " `host` copies every tensor of every version to host memory; `auto` is `device` where the trainer computes on a GPU,"
+        " else `host`. The files are the same, byte for byte. `device` on a CPU costs memory and time, and is for tests.",
+    )
     transport: Literal["delta", "broadcast", "both"] = Field(
         "delta",
         description="How a version travels: `delta` as files in the run directory, which workers read; `broadcast` from the"

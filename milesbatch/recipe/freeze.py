@@ -29,6 +29,7 @@ MAY_CHANGE: Final = (
     "rollout.sglang.",
     "rollout.lease_s",
     "weights.retire",
+    "weights.diff_on",
     "weights.transport",
     "weights.broadcast_timeout_s",
     "weights.broadcast_bucket_bytes",

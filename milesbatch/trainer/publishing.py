@@ -7,6 +7,9 @@ All ranks take part: each encodes and writes the tensors that it was assigned (`
 broadcasts rank 0 has all of them, for it sends them from memory. A rank holds its share once, as the base of the next delta,
 and what is on its way besides: memory of two shares while a version is published, one between.
 
+With ``weights.diff_on`` the share is held on the device that trains, too, in the same numbers. A version's tensors then stay
+there until it is known what of them changed, and that alone crosses to the host, beside the next step.
+
 A replay that gives other weights than the published ones follows ``checkpoint.on_divergence``: ``stop`` ends the run; ``adopt``
 goes on with the trainer's weights, keeps the published version as what the rollouts used, and notes the step in every later
 checkpoint.
@@ -33,7 +36,7 @@ from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.trainer.broadcasting import Broadcasting
 from milesbatch.trainer.density import DensityWatch
 from milesbatch.trainer.overlap import Overlap
-from milesbatch.weights.draft import Tensors, owned
+from milesbatch.weights.draft import Share, left_there, owned
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.reader import RetiredError, read_manifest
 from milesbatch.weights.team import Team, from_first
@@ -65,6 +68,7 @@ class Publishing:
         self._recipe = recipe
         self._backend = backend
         self._dtype = getattr(torch, recipe.weights.dtype)
+        self._on_device = _looks_on_device(recipe.weights.diff_on, backend.device)
         self._team, self._ranks, self._overlap = team, ranks, overlap
         is_sent = recipe.weights.transport != "delta"
         self._owners = shares(backend.weight_sizes(), 1 if is_sent else ranks)
@@ -95,7 +99,7 @@ class Publishing:
         published one, when that is what the checkpoint holds and its files are whole; else a keyframe."""
         self.version, self.weights_digest = version, weights_digest
         self._digests[version] = weights_digest
-        self._publisher.resume(version, self._share().items(), self._backend.tied_names())
+        self._publisher.resume(version, self._taken(self._share()))
 
     def distrust(self, versions: Iterable[int]) -> None:
         """Rank 0: these versions cannot be reached by the workers; a replay publishes each again, as a keyframe."""
@@ -190,16 +194,20 @@ class Publishing:
         """This rank's tensors, in memory that nobody else writes to (collective)."""
         return {
             name: tensor
-            for name, tensor in self._backend.named_weights(self._dtype, self._owners)
+            for name, tensor in self._backend.named_weights(self._dtype, self._owners, on_device=self._on_device)
             if self._owners[name] == self._team.rank
         }
 
-    def _publish(self, version: int, share: dict[str, torch.Tensor], moved: bool) -> Figures:
-        tied = self._backend.tied_names()
-        tensors: Tensors = owned(share.items(), tied)
+    def _taken(self, share: dict[str, torch.Tensor]) -> Share:
+        """The tensors that are stored, for the publisher to keep; ``share`` is empty then."""
+        take = left_there if self._on_device else owned
+        taken: Share = take(share.items(), self._backend.tied_names())
         share.clear()
+        return taken
+
+    def _publish(self, version: int, share: dict[str, torch.Tensor], moved: bool) -> Figures:
         try:
-            manifest = self._publisher.publish_share(version, tensors, tied)
+            manifest = self._publisher.publish_share(version, self._taken(share), self._backend.tied_names())
         except DivergenceError:
             if self._recipe.checkpoint.on_divergence == "stop":
                 raise
@@ -208,13 +216,15 @@ class Publishing:
         self.version, self.weights_digest = version, manifest.weights_digest
         self._digests[version] = manifest.weights_digest
         self._digests.pop(version - 2 * max(self._recipe.checkpoint.every, 1) - 2, None)
+        for drift in self._publisher.drifts:
+            self._warn(version, f"{drift}; the version was written as a full copy of what the device has")
         if self._team.rank != 0:
             return {}
         if (unusual := self._density.look(manifest, moved=moved)) is not None:
             self._warn(version, unusual)
         if self._broadcasting is not None and self._publisher.snapshot_version == version:
             self._broadcasting.begin(manifest, self._publisher.snapshot_tensors)
-        return _figures(manifest)
+        return {**_figures(manifest), "weights_crossed_bytes": float(self._publisher.crossed_bytes)}
 
     def _adopt(self, version: int) -> WeightsManifest:
         """The rollouts keep what was published. One rank takes that from its files for the next delta; where several would each
@@ -228,6 +238,11 @@ class Publishing:
         manifest = from_first(self._team, lambda: read_manifest(self._layout, version))
         assert manifest is not None, "its digest was just compared"
         return manifest
+
+
+def _looks_on_device(diff_on: str, device: torch.device) -> bool:
+    """Are changes looked for where the weights are trained? On a CPU that brings nothing, and is for tests."""
+    return diff_on == "device" or (diff_on == "auto" and device.type != "cpu")
 
 
 def _figures(manifest: WeightsManifest) -> Figures:

@@ -7,21 +7,28 @@ The device holds the old elements beside the new ones (a second copy of this ran
 old ones too. What crosses is eight bytes for each change, and a few hundred numbers for each tensor. The host then makes its
 new copy by applying the payload, as every follower will, and hashes that. A sum over all words of the device's new elements
 shows whether the two copies have drifted apart. Units: memory on the device beside the two copies is at most 64 bytes for
-each element of a piece, 128 MiB; a tensor that is not contiguous is copied first.
+each element of a piece, 128 MiB, however many threads there are: one searches at a time, while others apply and hash. A tensor
+that is not contiguous is copied first.
+
+On CUDA the search has a stream of its own: on the training's, each answer would come behind all kernels that are queued there.
+So both tensors must be whole before it is called (:meth:`milesbatch.backends.protocol.TrainerBackend.named_weights`).
 
 The page behind this module is ``docs/format-weights.md``.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from milesbatch.errors import CorruptArtefactError
-from milesbatch.weights.codec import FEW, STEP_BYTES, Encoded, apply, open_change
+from milesbatch.weights.codec import FEW, STEP_BYTES, Encoded, PayloadError, apply, open_change
 from milesbatch.weights.kernel_choice import kernels
 from milesbatch.weights.kernels import NUM_KEYS, Bytes, ClassChanges, Counts, Numbers, key_shift
 from milesbatch.weights.steps import SAMPLE_RUN, encode_parts, place_thresholds, sample_stride
@@ -32,6 +39,20 @@ if TYPE_CHECKING:
 DEVICE_PIECE = 1 << 21
 """Elements that are compared at a time, which bounds the memory that this takes on the device."""
 
+MOST_DEVICE_BYTES = 64 * DEVICE_PIECE
+"""Of memory on the device, beside the two tensors."""
+
+_one_at_a_time = threading.Lock()
+
+
+class DriftError(CorruptArtefactError):
+    """The host's copy of the version before is not what the device has."""
+
+
+def crossed_bytes(changed: int) -> int:
+    """Bytes that come from the device for a tensor with so many changes: the sample's counts, places and steps."""
+    return 2 * NUM_KEYS * 8 + 8 * changed
+
 
 def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: Bytes) -> tuple[Encoded, Bytes] | None:
     """The difference of two tensors of one dtype and shape on one device, and the new tensor's bytes on the host.
@@ -41,7 +62,7 @@ def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: By
 
     Raises:
         ValueError: the two tensors, or ``before``, are not of the same size.
-        CorruptArtefactError: ``before`` is not what the device has as ``old``; names the tensor.
+        DriftError: ``before`` is not what the device has as ``old``; names the tensor.
     """
     if (old.dtype, old.shape) != (new.dtype, new.shape) or before.size != new.numel() * new.element_size():
         raise ValueError(
@@ -49,8 +70,9 @@ def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: By
         )
     if new.element_size() not in STEP_BYTES:
         return None
-    pair = _Pair(_bits(old), _bits(new))
-    found = encode_parts(pair.size, pair.thresholds(), pair.scan, kernels())
+    with _turn(new.device):
+        pair = _Pair(_bits(old), _bits(new))
+        found = encode_parts(pair.size, pair.thresholds(), pair.scan, kernels())
     if found is None:
         return None
     payload, changed = found
@@ -59,9 +81,13 @@ def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: By
     encoding = "steps-zstd" if changed else "same"
     change = open_change(encoding, payload if changed else b"", num_bytes=before.size, element_bytes=pair.width)
     made = before if not changed else np.empty_like(before)
-    digest = apply([change], before, made, pair.width)
+    try:
+        digest = apply([change], before, made, pair.width)
+    except PayloadError as error:
+        raise _drifted(name, f"the changes do not fit it ({error.what})") from error
     assert digest is not None
-    _compare(name, pair.new, made)
+    with _turn(new.device):
+        _compare(name, pair.new, made)
     return Encoded("steps-zstd" if changed else "same", payload if changed else b"", changed, digest), made
 
 
@@ -131,6 +157,26 @@ class _Pair:
             yield self.old[at:end], self.new[at:end]
 
 
+@contextmanager
+def _turn(device: torch.device) -> Iterator[None]:
+    """Of the thread that may use the device."""
+    import torch
+
+    with _one_at_a_time:
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.stream(_stream_of(device)):
+            yield
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _class_changes(ranks: torch.Tensor, values: torch.Tensor) -> ClassChanges:
     """Ranks are ascending, int64; both become 32 bits before they cross."""
     import torch
@@ -169,11 +215,16 @@ def _compare(name: str, new: torch.Tensor, made: Bytes) -> None:
 
     there, here = _sum(new.view(torch.uint8)), _sum(torch.from_numpy(made))
     if there != here:
-        raise CorruptArtefactError(
-            f"tensor {name}: the host's copy of the version before is not what the device has: with the changes it "
-            f"comes to a sum of {here:#x}, the device's new elements to {there:#x}",
-            mend="copy the whole tensor from the device, and publish it as a keyframe",
+        raise _drifted(
+            name, f"with the changes it comes to a sum of {here:#x}, the device's new elements to {there:#x}"
         )
+
+
+def _drifted(name: str, how: str) -> DriftError:
+    return DriftError(
+        f"tensor {name}: the host's copy of the version before is not what the device has: {how}",
+        mend="copy the whole tensor from the device, and publish it as a keyframe",
+    )
 
 
 def _sum(data: torch.Tensor) -> int:

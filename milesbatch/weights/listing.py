@@ -7,17 +7,18 @@ Owns the walk over all versions; never changes anything. Invariant: :func:`verif
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from milesbatch.errors import CorruptArtefactError, FormatVersionError, MilesbatchError
+from milesbatch.errors import CorruptArtefactError, FormatVersionError, MilesbatchError, StorageError
 from milesbatch.records import Retirement, WeightsManifest
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.folding import DigestError, fold
 from milesbatch.weights.reader import committed_versions, delta_refs, is_retired, keyframe_refs, read_manifest
 from milesbatch.weights.rebuild import check_tensor, check_tensors, check_weights_digest, read_keyframe, read_link
-from milesbatch.weights.tensorfile import stream_tensors
+from milesbatch.weights.tensorfile import read_rows, stream_tensors
 from milesbatch.weights.tensors import RawTensor
 
 
@@ -35,6 +36,9 @@ class WeightsRow:
     path: str
     retired: bool
     """Its files were deleted; ``bytes`` is what they had."""
+    bytes_by_encoding: Mapping[str, int] | None
+    """Sums up to ``bytes``: ``keyframe`` files, the delta's payload in each encoding, and its ``headers``. None when a file is
+    not there or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,38 @@ def rows(layout: RunLayout) -> list[WeightsRow]:
     return [_row(layout, manifest) for manifest in manifests if manifest is not None]
 
 
+def bytes_by_encoding(layout: RunLayout, manifest: WeightsManifest) -> dict[str, int]:
+    """Bytes of a version's files by what they hold, from the headers of its deltas.
+
+    Raises:
+        CorruptArtefactError: a file is missing, or holds a tensor that the manifest does not know.
+        StorageError: it cannot be read.
+    """
+    directory, encodings = layout.weights_version(manifest.version), {e.name: e.encoding for e in manifest.tensors}
+    sums: Counter[str] = Counter(keyframe=sum(ref.bytes for ref in keyframe_refs(manifest)))
+    for ref in delta_refs(manifest):
+        stored = 0
+        for name, _, _, length in read_rows(directory / ref.path):
+            if name not in encodings:
+                raise CorruptArtefactError(
+                    f"{directory / ref.path} holds tensor {name}, which the manifest does not name",
+                    mend="run `milesbatch weights verify` on the run",
+                )
+            sums[encodings[name]] += length
+            stored += length
+        sums["headers"] += ref.bytes - stored
+    return {name: size for name, size in sums.most_common() if size}
+
+
+def _known_bytes(layout: RunLayout, manifest: WeightsManifest, is_gone: bool) -> dict[str, int] | None:
+    try:
+        return None if is_gone else bytes_by_encoding(layout, manifest)
+    except (CorruptArtefactError, StorageError):
+        return None  # `verify` says what is wrong
+
+
 def _row(layout: RunLayout, manifest: WeightsManifest) -> WeightsRow:
+    retired = is_retired(layout, manifest.version)
     return WeightsRow(
         version=manifest.version,
         kind=manifest.artefact,
@@ -66,7 +101,8 @@ def _row(layout: RunLayout, manifest: WeightsManifest) -> WeightsRow:
         digest=manifest.weights_digest,
         incarnation=manifest.incarnation,
         path=str(layout.weights_version(manifest.version).relative_to(layout.root)),
-        retired=is_retired(layout, manifest.version),
+        retired=retired,
+        bytes_by_encoding=_known_bytes(layout, manifest, retired),
     )
 
 

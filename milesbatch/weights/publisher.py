@@ -1,8 +1,9 @@
 """Publishing policy versions: keyframe and delta files, then the manifest whose creation is the commit.
 
-Owns the snapshot (one rank's share of the newest version that was published, as bytes) that the next delta is taken against;
-never decides when to publish and never changes a committed version. Invariant: the snapshot is always of a committed version,
-so a delta never refers to weights that nobody can rebuild. The page behind it is ``docs/format-weights.md``.
+Owns the snapshot (one rank's share of the newest version that was published, as bytes, and on the device where changes are
+looked for there) that the next delta is taken against; never decides when to publish and never changes a committed version.
+Invariant: the snapshot, in both places, is always of a committed version, so a delta never refers to weights that nobody can
+rebuild. The page behind it is ``docs/format-weights.md``.
 
     each rank: encode its share ─> tell sizes ─> write its files (durable) ─> tell names and digests
     rank 0:                                                                 ─> fence ─> manifest (commit) ─> tell all
@@ -44,7 +45,7 @@ from milesbatch.store.removal import take_away
 from milesbatch.store.sight import AT_ONCE as SEEN_AT_ONCE
 from milesbatch.store.sight import Sight, refresh
 from milesbatch.weights.digest import weights_digest
-from milesbatch.weights.draft import Draft, Tensors, Whole, copies, make_draft, owned, together
+from milesbatch.weights.draft import Draft, Share, Snapshot, Tensors, Whole, copies, make_draft, owned, together
 from milesbatch.weights.reader import (
     AcceptManifest,
     accept_all,
@@ -60,12 +61,6 @@ from milesbatch.weights.tensorfile import write_tensors
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    version: int
-    tensors: Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +105,16 @@ class Publisher:
         self._layout, self._incarnation, self._keyframe_every = layout, incarnation, keyframe_every
         self._before_commit, self._accept, self._patience, self._sight = before_commit, accept, patience, sight
         self._team = team
-        self._snapshot: _Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._tied: Mapping[str, str] = {}
         self._distrusted: set[int] = set()
         self._needed_from: int | None = None
         self._chain_bytes = 0
         """Of the deltas since the last keyframe: what a follower reads besides that."""
+        self.crossed_bytes = 0
+        """Of this rank's share of the last version: bytes that came to the host for it."""
+        self.drifts: tuple[str, ...] = ()
+        """Tensors of the last version that host and device had different bytes of before, in words; it became a full copy."""
 
     @property
     def snapshot_version(self) -> int | None:
@@ -136,32 +135,34 @@ class Publisher:
         """
         self._snapshot = None
         copy = self._sight.until_seen(lambda: rebuild(self._layout, version, accept=self._accept))
-        self._begin_at(copy.manifest, copy.tensors)
+        self._begin_at(copy.manifest, Snapshot(version, copy.tensors))
         return copy.manifest
 
-    def resume(self, version: int, named: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> bool:
-        """Take the snapshot from weights that are held, after a restart (collective); ``named`` is this rank's share of them.
+    def resume(self, version: int, share: Share) -> bool:
+        """Take the snapshot from weights that are held, after a restart (collective); ``share`` is this rank's part of them,
+        without aliases.
 
         Only when they are bit for bit the committed version, and the files on a way to it are whole. Otherwise there is no
         snapshot, and the next version becomes a keyframe. Holds nothing in memory beyond the share.
         """
         self._snapshot = None
-        tensors = owned(named, tied)
+        snapshot = Snapshot.of(version, share)
+        tensors = snapshot.tensors
         manifest = from_first(self._team, lambda: self._reachable(version))
         stated = {} if manifest is None else {e.name: (e.dtype, e.shape, e.digest) for e in manifest.tensors}
         fits = all(stated.get(name) == (t.dtype, t.shape, t.digest) for name, t in tensors.items())
         parts = self._team.all_of((fits, len(tensors)))
         if manifest is None or not all(fits for fits, _ in parts) or sum(size for _, size in parts) != len(stated):
             return False
-        self._begin_at(manifest, tensors)
+        self._begin_at(manifest, snapshot)
         return True
 
     def forget(self) -> None:
         """Nothing is held: the next new version becomes a keyframe."""
         self._snapshot = None
 
-    def _begin_at(self, manifest: WeightsManifest, tensors: Tensors) -> None:
-        self._snapshot, self._tied = _Snapshot(manifest.version, tensors), dict(manifest.tied)
+    def _begin_at(self, manifest: WeightsManifest, snapshot: Snapshot) -> None:
+        self._snapshot, self._tied = snapshot, dict(manifest.tied)
         self._chain_bytes = chain_bytes(self._layout, manifest.version)
 
     def _reachable(self, version: int) -> WeightsManifest | None:
@@ -214,11 +215,12 @@ class Publisher:
         """:meth:`publish_share` of a copy of ``named``, which is consumed one tensor at a time, and not at all on a gap."""
         return self._publish(version, lambda: copies(named, tied), tied)
 
-    def publish_share(self, version: int, tensors: Tensors, tied: Mapping[str, str]) -> WeightsManifest:
+    def publish_share(self, version: int, share: Share, tied: Mapping[str, str]) -> WeightsManifest:
         """Commit the shares of all ranks as policy ``version`` (collective); one that is committed already is compared instead.
 
-        ``tensors`` is this rank's share, which must not change any more. ``tied`` maps aliases to stored names. Units: between
-        two versions a rank holds its share once; while one is published, the old and the new one of what changed.
+        ``share`` is this rank's, which must not change any more. ``tied`` maps aliases to stored names. Units: between two
+        versions a rank holds its share once; while one is published, the old and the new one of what changed. The device of
+        tensors that are still there holds them once, too, and both versions of them while one is published.
 
         Durability: on return the version is durable and visible. If killed midway, see the module's crash states.
 
@@ -228,14 +230,15 @@ class Publisher:
             FencedError: from ``before_commit``; the version was not committed. On rank 0; the others wait for its end.
             StorageError: this rank's files, or the manifest, were not written; as above.
         """
-        return self._publish(version, lambda: tensors, tied)
+        return self._publish(version, lambda: share, tied)
 
-    def _publish(self, version: int, take: Callable[[], Tensors], tied: Mapping[str, str]) -> WeightsManifest:
+    def _publish(self, version: int, take: Callable[[], Share], tied: Mapping[str, str]) -> WeightsManifest:
         found = from_first(self._team, lambda: self._found(version))
         existing = found.existing
         needs_files = existing is None or found.is_damaged
         base = self._base(version, is_keyframe_due=found.is_keyframe_due) if needs_files else None
         draft = make_draft(take(), base)
+        self.crossed_bytes, self.drifts = draft.crossed_bytes, tuple(draft.drifts)
         whole = together(self._team.all_of(draft.summary(base)))
         if not whole.names:
             raise ValueError(f"policy version {version} has no tensors")
@@ -253,7 +256,7 @@ class Publisher:
                 f"(incarnation {manifest.incarnation}), but computed again it has {whole.digest}",
                 mend="look for a non-deterministic kernel or a changed environment, or set checkpoint.on_divergence",
             )
-        self._snapshot, self._tied = _Snapshot(version, draft.tensors), dict(tied)
+        self._snapshot, self._tied = Snapshot(version, draft.tensors, draft.there), dict(tied)
         delta_bytes = sum(ref.bytes for ref in delta_refs(manifest))
         self._chain_bytes = 0 if manifest.keyframe is not None else self._chain_bytes + delta_bytes
         self._distrusted.discard(version)
@@ -301,13 +304,13 @@ class Publisher:
             return False
         return True
 
-    def _base(self, version: int, *, is_keyframe_due: bool) -> Tensors | None:
-        """Tensors of ``version - 1`` for a delta; None when only a keyframe is possible."""
+    def _base(self, version: int, *, is_keyframe_due: bool) -> Snapshot | None:
+        """``version - 1`` for a delta; None when only a keyframe is possible."""
         snapshot = self._snapshot
         if version == 0 or snapshot is None or version in self._distrusted:
             return None
         if snapshot.version == version - 1:
-            return snapshot.tensors
+            return snapshot
         if is_keyframe_due:
             return None
         raise ValueError(

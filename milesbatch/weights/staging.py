@@ -47,7 +47,8 @@ from milesbatch.weights.folding import Link, LinkError, fold_tensor
 from milesbatch.weights.materialize import write_model
 from milesbatch.weights.reader import AcceptManifest, accept_all, plan_chain, read_manifest
 from milesbatch.weights.rebuild import check_weights_digest, read_link, rebuild
-from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
+from milesbatch.weights.tensorfile import view_tensors
+from milesbatch.weights.tensors import RawTensor, element_bytes
 
 _REDO = struct.Struct("<8sQQQ16s")
 """Magic, length of the tensor's name, bytes of an element, number of changed elements, xxh3-128 of all that follows."""
@@ -235,17 +236,10 @@ class Staging:
             data = np.memmap(path, np.uint8, "r+")
         except (OSError, ValueError) as error:
             raise StorageError(f"{path} cannot be mapped: {error}", mend="remove the staging directory") from error
-        (length,) = struct.unpack("<Q", data[:8].tobytes())
-        header = json.loads(data[8 : 8 + length].tobytes())
-        tensors = {}
-        for name, value in header.items():
-            if name != "__metadata__":
-                begin, end = (8 + length + offset for offset in value["data_offsets"])
-                shape = tuple(value["shape"])
-                if end > data.size or end - begin != num_bytes(value["dtype"], shape):
-                    raise CorruptArtefactError(f"{path}: tensor {name} does not fit", mend="remove the directory")
-                tensors[name] = RawTensor(value["dtype"], shape, np.asarray(data[begin:end]))
-        return tensors
+        try:
+            return view_tensors(path, data)
+        except CorruptArtefactError as error:
+            raise CorruptArtefactError(error.what, mend=f"remove {self._directory}; it is a copy") from error
 
     def _write_state(self, version: int | None, target: int | None) -> None:
         replace_hint(self._directory / "state.json", json.dumps({"version": version, "target": target}).encode())

@@ -1,7 +1,8 @@
 """Payload files: the safetensors format, written and read as raw bytes, streaming, without torch.
 
-Owns the header's text and the checks on it; never decides what a tensor means. Invariant: no tensor's bytes leave
-:func:`read_tensors` as trusted before the digest of the whole file was compared, over the very bytes that were handed out.
+Owns the header's text and the checks on it, for the whole package; never decides what a tensor means. Invariant: no tensor's
+bytes leave :func:`read_tensors` as trusted before the digest of the whole file was compared, over the very bytes that were
+handed out.
 The format: 8 bytes little-endian header length, JSON header, data (https://huggingface.co/docs/safetensors).
 """
 
@@ -20,7 +21,7 @@ import xxhash
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import FileRef
 from milesbatch.store.durable import storage_error
-from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
+from milesbatch.weights.tensors import Bytes, RawTensor, element_bytes, num_bytes
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -94,19 +95,60 @@ def stream_tensors(path: Path, ref: FileRef) -> Iterator[tuple[str, RawTensor]]:
         raise _corrupt(path, f"its digest is {found}, expected {ref.digest}")
 
 
+def read_rows(path: Path) -> list[Row]:
+    """What a payload file holds, in file order, by its header alone: nothing is compared with a digest.
+
+    Raises:
+        CorruptArtefactError: missing, or not a safetensors file.
+        StorageError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as stream:
+            return _read_header(path, stream, xxhash.xxh3_128(), os.fstat(stream.fileno()).st_size)
+    except FileNotFoundError:
+        raise _corrupt(path, "it is missing", unseen=path) from None
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def view_tensors(path: Path, data: Bytes) -> dict[str, RawTensor]:
+    """Tensors of a whole file that is mapped, as views: writing to one writes the file. ``path`` is for messages.
+
+    Raises:
+        CorruptArtefactError: it is not a safetensors file.
+    """
+    length = _header_bytes(path, data[: _LENGTH.size].tobytes(), data.size)
+    at = _LENGTH.size + length
+    tensors = {}
+    for name, dtype, shape, num in _rows(path, data[_LENGTH.size : at].tobytes(), data.size):
+        tensors[name] = RawTensor(dtype, shape, np.asarray(data[at : at + num]))
+        at += num
+    return tensors
+
+
 def _read_header(path: Path, stream: BinaryIO, hasher: xxhash.xxh3_128, size: int) -> list[Row]:
     prefix = stream.read(_LENGTH.size)
-    length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
-    if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
-        raise _corrupt(path, f"its header cannot have {length} bytes")
-    text = stream.read(length)
+    text = stream.read(_header_bytes(path, prefix, size))
     hasher.update(prefix)
     hasher.update(text)
+    return _rows(path, text, size)
+
+
+def _header_bytes(path: Path, prefix: bytes, size: int) -> int:
+    """Length of the header's text in a file of ``size`` bytes."""
+    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > min(_MAX_HEADER_BYTES, size - _LENGTH.size):
+        raise _corrupt(path, f"its header cannot have {length} bytes")
+    return length
+
+
+def _rows(path: Path, text: bytes, size: int) -> list[Row]:
+    """The tensors of a file of ``size`` bytes with this header."""
     try:
         rows, _ = parse_header(text)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _corrupt(path, f"its header cannot be read ({error})") from error
-    if _LENGTH.size + length + sum(row[3] for row in rows) != size:
+    if _LENGTH.size + len(text) + sum(row[3] for row in rows) != size:
         raise _corrupt(path, "its header does not account for all of its bytes")
     return rows
 

@@ -1,6 +1,6 @@
 """A tensor as raw bytes: dtype in safetensors spelling, shape, and a flat array of its little-endian bytes.
 
-Owns the table of dtypes and the two crossings between torch and bytes; torch is imported only there, so that reading,
+Owns the table of dtypes and the crossings between torch and bytes; torch is imported only there, so that reading,
 checking and materialising need none. Invariant: bits are never interpreted, so NaN payloads and signed zeros survive.
 """
 
@@ -55,6 +55,30 @@ class RawTensor:
         return digest_bytes(self.memory)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A tensor whose bytes have not come to the host: contiguous, and nobody writes to it any more."""
+
+    name: str
+    dtype: str
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def fetch(self) -> RawTensor:
+        """All of it, in host memory of its own."""
+        raw = from_torch(self.name, self.tensor)
+        if self.tensor.device.type == "cpu":  # what crosses no bus is a view
+            return RawTensor(raw.dtype, raw.shape, raw.data.copy())
+        return raw
+
+
 def element_bytes(dtype: str) -> int:
     """Bytes of one element.
 
@@ -89,11 +113,24 @@ def from_torch(name: str, tensor: torch.Tensor) -> RawTensor:
     """
     import torch
 
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return RawTensor(_dtype_name(name, tensor), tuple(tensor.shape), flat.numpy())
+
+
+def left_on_device(name: str, tensor: torch.Tensor) -> DeviceTensor:
+    """The tensor where it is; one that is not contiguous is copied there.
+
+    Raises:
+        ValueError: as :func:`from_torch`.
+    """
+    return DeviceTensor(name, _dtype_name(name, tensor), tensor.detach().contiguous())
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     spelled = str(tensor.dtype).removeprefix("torch.")
     for dtype, torch_name in _TORCH_NAMES.items():
         if torch_name == spelled:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return RawTensor(dtype, tuple(tensor.shape), flat.numpy())
+            return dtype
     raise ValueError(f"tensor {name} has dtype {spelled}, which cannot be stored; known: {list(_TORCH_NAMES.values())}")
 
 

@@ -102,6 +102,8 @@ class HashEngine:
 class HashBackend:
     """A few hundred weights, changed by a hash over all that was ever trained on. The optimizer's state is that hash."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self._chain = torch.zeros(1, dtype=torch.int64)
         self._weights = {
@@ -129,7 +131,7 @@ class HashBackend:
         return [torch.tensor(sample.rollout_logprobs) for sample in samples]
 
     def named_weights(
-        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None
+        self, dtype: torch.dtype, owners: Mapping[str, int] | None = None, *, on_device: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights.items():
             yield name, tensor.to(dtype).clone()

@@ -279,13 +279,19 @@ def shared_out(rank: Rank) -> None:
         whole = {name: tensor.clone() for name, tensor in backend.named_weights(dtype)}
         assert {name: tensor.numel() for name, tensor in whole.items()} == sizes
         for owners in (shares(sizes, ranks), shares(sizes, 1), {name: ranks - 1 for name in sizes}):
-            mine = list(backend.named_weights(dtype, owners))
-            assert [name for name, _ in mine] == [name for name in whole if owners[name] == rank.rank]
-            for name, tensor in mine:
-                assert tensor.dtype == dtype and tensor.is_contiguous()
-                assert torch.equal(tensor, whole[name]), name
+            for on_device in (False, True):
+                mine = list(backend.named_weights(dtype, owners, on_device=on_device))
+                assert [name for name, _ in mine] == [name for name in whole if owners[name] == rank.rank]
+                for name, tensor in mine:
+                    assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == backend.device
+                    assert torch.equal(tensor, whole[name]), name
+    held, before = (
+        dict(backend.named_weights(torch.float32, on_device=True)),
+        dict(backend.named_weights(torch.float32)),
+    )
     backend.train_step(2, step_samples(2))
-    assert not torch.equal(dict(backend.named_weights(torch.float32))[name], whole[name])
+    assert not torch.equal(dict(backend.named_weights(torch.float32))[name], before[name])
+    assert all(torch.equal(held[name], before[name]) for name in sizes), "copies, and not the weights that are trained"
     rank.seen["owned"] = [name for name in sizes if shares(sizes, ranks)[name] == rank.rank]
 
 

@@ -132,6 +132,19 @@ def test_memory_shrinks_with_ranks_and_grows_with_what_is_asked() -> None:
     assert 8 * worker_device(few, LARGE)[cache] == worker_device(many, LARGE)[cache] == 2 * 2 * 32 * 8 * 128 * 64 * 8192
 
 
+@pytest.mark.parametrize(
+    ("diff_on", "gpus", "expected"), [("auto", 0, 0), ("auto", 1, 1), ("device", 0, 1), ("host", 1, 0)]
+)
+def test_changes_that_are_looked_for_on_the_device_take_its_memory(diff_on: str, gpus: int, expected: int) -> None:
+    recipe = recipe_of(
+        trainer={"ranks": 8},
+        weights={"dtype": "bfloat16", "diff_on": diff_on},
+        slurm={"trainer": {"gpus_per_task": gpus}},
+    )
+    on_host = trainer_host(recipe, LARGE)["published weights"]
+    assert trainer_device(recipe, LARGE)["published weights"] == expected * (on_host + 128 * 2**20)
+
+
 def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
     recipe = recipe_of(
         rollout={"sampling": {"max_new_tokens": 9000}, "workers": 2},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from milesbatch.cli import weights as cli
@@ -204,3 +205,39 @@ def test_a_retired_version_cannot_be_materialized(
         run("materialize", "run", "--version", "2", "-o", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     assert list(layout.holds.iterdir()) == []
+
+
+def test_bytes_are_told_by_encoding(layout: RunLayout) -> None:
+    """From the headers of deltas; they sum up to what is on disk."""
+    publisher = Publisher(layout, 1, keyframe_every=2, before_commit=lambda: None)
+    made = torch.Generator().manual_seed(5)
+    few = torch.randn(5000, generator=made).bfloat16()
+    for version in range(4):
+        few.view(torch.int16)[version::200] += 1
+        dense = torch.randint(2**60, (700,), generator=made)
+        publisher.publish(version, {"few": few, "dense": dense, "same": torch.ones(9)}.items(), {})
+    first, delta, both, last = rows(layout)
+    assert first.bytes_by_encoding == {"keyframe": first.bytes}
+    for row in (delta, both):
+        assert row.bytes_by_encoding is not None and sum(row.bytes_by_encoding.values()) == row.bytes
+        (payload,) = layout.weights_version(row.version).glob("delta.*")
+        stored = {name: tensor.numel() for name, tensor in load_file(payload).items()}
+        assert set(stored) == {"few", "dense"}
+        assert row.bytes_by_encoding["steps-zstd"] == stored["few"]
+        (of_dense,) = set(row.bytes_by_encoding) - {"steps-zstd", "headers", "keyframe"}
+        assert row.bytes_by_encoding[of_dense] == stored["dense"] > stored["few"]
+    assert both.bytes_by_encoding["keyframe"] == next(layout.weights_version(2).glob("keyframe.*")).stat().st_size
+    next(layout.weights_version(3).glob("delta.*")).unlink()
+    assert rows(layout)[3].bytes_by_encoding is None and last.bytes_by_encoding is not None
+    next(layout.weights_version(1).glob("delta.*")).write_bytes(b"no such file")
+    assert rows(layout)[1].bytes_by_encoding is None
+
+
+def test_ls_shows_bytes_by_encoding(layout: RunLayout, chain: Publisher, run: Callable[..., tuple[int, str]]) -> None:
+    listed = json.loads(run("ls", "run", "--json")[1])
+    assert all(sum(row["bytes_by_encoding"].values()) == row["bytes"] for row in listed)
+    text = run("ls", "run")[1]
+    assert "delta by encoding" in text
+    assert f"steps-zstd {listed[1]['bytes_by_encoding']['steps-zstd']:,}" in text
+    next(layout.weights_version(4).glob("delta.*")).unlink()
+    assert "not known" in run("ls", "run")[1]

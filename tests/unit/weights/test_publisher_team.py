@@ -95,7 +95,7 @@ class Ranks:
         return manifests[0]
 
     def resume(self, version: int, tensors: Tensors) -> bool:
-        found = self.together(lambda rank, one: one.resume(version, self.share(rank, tensors).items(), {}))
+        found = self.together(lambda rank, one: one.resume(version, owned(self.share(rank, tensors).items(), {})))
         assert len(set(found)) == 1
         return found[0]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import FileRef, digest_bytes
-from milesbatch.weights.tensorfile import read_tensors, write_tensors
+from milesbatch.weights.tensorfile import read_rows, read_tensors, view_tensors, write_tensors
 from milesbatch.weights.tensors import RawTensor, from_torch, to_torch
 
 BITS = torch.tensor([0x7FC1, 0xFFC0, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001], dtype=torch.int32)
@@ -120,13 +120,37 @@ def test_truncation_and_every_flipped_byte_are_found(tmp_path: Path) -> None:
 def test_a_header_that_lies_is_corrupt_even_with_the_right_digest(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "a"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0\0\0")
-    with pytest.raises(CorruptArtefactError):
-        read_tensors(path, ref(path))
+    refused(path)
 
 
 def test_a_header_longer_than_the_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for data in (b"", b"\1\2", struct.pack("<Q", 2**60) + b"{}"):
         path.write_bytes(data)
-        with pytest.raises(CorruptArtefactError):
-            read_tensors(path, ref(path))
+        refused(path)
+
+
+def refused(path: Path) -> None:
+    """By whoever reads it: whole, its header alone, or mapped."""
+    data = np.frombuffer(path.read_bytes(), np.uint8)
+    for read in (lambda: read_tensors(path, ref(path)), lambda: read_rows(path), lambda: view_tensors(path, data)):
+        with pytest.raises(CorruptArtefactError, match=str(path)):
+            read()
+
+
+def test_a_file_can_be_looked_at_without_being_read(tmp_path: Path) -> None:
+    """The header alone, and tensors as views that write to what is mapped."""
+    path = tmp_path / "a"
+    write(path, {name: from_torch(name, tensor) for name, tensor in samples().items()})
+    expected = read_tensors(path, ref(path))
+    assert {(name, dtype, shape, size) for name, dtype, shape, size in read_rows(path)} == {
+        (name, t.dtype, t.shape, t.data.size) for name, t in expected.items()
+    }
+    views = view_tensors(path, np.memmap(path, np.uint8, "r+"))
+    assert {name: (t.dtype, t.shape, t.data.tobytes()) for name, t in views.items()} == {
+        name: (t.dtype, t.shape, t.data.tobytes()) for name, t in expected.items()
+    }
+    views["f32"].data[:] = 7
+    assert read_tensors(path, ref(path))["f32"].data.tolist() == [7] * 16
+    with pytest.raises(CorruptArtefactError, match="missing"):
+        read_rows(tmp_path / "b")
