@@ -235,6 +235,28 @@ def test_the_command_prints_words_or_one_document(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and json.loads(refused.stdout)["fits"] is False
 
 
+@pytest.mark.parametrize("option", ["--filesystem-gb-s", "--network-gb-s", "--gpu-memory-gib"])
+def test_speeds_and_memory_that_mean_nothing_are_refused(option: str) -> None:
+    def planned(value: str) -> Any:
+        words = ["plan", "recipes/tiny.yaml", "--set", "slurm.rollout.gpus_per_task=1", option, value]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    for value in ("0", "-1", "1000001", "nan", "inf", "fast"):
+        refused = planned(value)
+        assert refused.exit_code == 2 and option in refused.output and refused.stdout == "", value
+    for value in ("1e6", "0.5"):
+        assert planned(value).exit_code == (1 if (option, value) == ("--gpu-memory-gib", "0.5") else 0), value
+
+
+def test_memory_of_gpus_is_refused_where_there_are_none() -> None:
+    asked = ["plan", "recipes/tiny.yaml", "--gpu-memory-gib", "80"]
+    refused = CliRunner().invoke(app, asked)
+    assert isinstance(refused.exception, InputError)
+    assert "--gpu-memory-gib 80.0" in refused.exception.what and "gpus_per_task" in refused.exception.mend
+    for role in ("trainer", "rollout"):
+        assert CliRunner().invoke(app, [*asked, "--set", f"slurm.{role}.gpus_per_task=1"]).exit_code == 0
+
+
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys\nfrom milesbatch.cli.main import app\n"
