@@ -74,6 +74,7 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     """
     from milesbatch.environments.judge import reward_fingerprint
     from milesbatch.environments.prompts import encode_prompt, open_prompts
+    from milesbatch.models.experts import recorded_shape
     from milesbatch.models.fingerprint import model_fingerprints
     from milesbatch.models.load import context_length, load_tokenizer
     from milesbatch.models.prepare import prepare_model
@@ -84,6 +85,7 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     reward = reward_fingerprint(recipe.environment.reward)
     if read_fork(layout) is None:  # a fork has its parent's
         prepare_model(recipe, layout.model, cache, report)
+    recorded_shape(recipe, layout.model)
     tokenizer = load_tokenizer(layout.model)
     limit, longest_response = context_length(layout.model), recipe.rollout.sampling.max_new_tokens
 
@@ -104,13 +106,15 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
 
 
 def check_servers_environment(recipe: Recipe) -> None:
-    """With SGLang as the engine: is it there? Before anything is made; servers that run elsewhere are not asked.
+    """With SGLang as the engine: is it there? Before anything is made; servers that run elsewhere are not asked, and an
+    evaluator starts its own.
 
     Raises:
         InputError: it is not.
     """
     section = recipe.rollout.sglang
-    if recipe.rollout.engine != "sglang" or section.urls:
+    evaluates_here = recipe.evaluation is not None and section.device == "cpu"
+    if recipe.rollout.engine != "sglang" or (section.urls and not evaluates_here):
         return
     question = "import importlib.metadata as m; print(m.version('sglang'))"
     mend = (

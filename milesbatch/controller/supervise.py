@@ -87,12 +87,14 @@ class Supervisor:
             self._start_evaluation()
 
     def _start_evaluation(self) -> None:
-        if self._launcher.has("evaluation"):
-            self._start("evaluation", 0, 1, self._recipe.rollout.threads)
+        rollout = self._recipe.rollout
+        needs_gpu = rollout.engine == "sglang" and rollout.sglang.device == "cuda"  # training has them all
+        if self._launcher.has("evaluation") and not needs_gpu:
+            self._start("evaluation", 0, 1, rollout.threads)
         else:
-            run = self._layout.root
+            where = "on a GPU of its own" if needs_gpu else "in a job of its own"
             self._notes.append(
-                f"no place for evaluation here: `milesbatch evaluate {run} --follow` in a job of its own"
+                f"no place for evaluation here: `milesbatch evaluate {self._layout.root} --follow` {where}"
             )
 
     def _start_trainer(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from milesbatch.ids import VersionSpan
+from milesbatch.trajectories.experts import RoutedExperts
 
 if TYPE_CHECKING:
     import torch
@@ -65,13 +66,15 @@ class Completion:
 
     Shapes: ``tokens`` and ``logprobs`` have equal length R; ``logprobs[i]`` is the natural log of
     softmax(logits / temperature) at ``tokens[i]`` (temperature 0 counts as 1 here), untouched by top-p and top-k.
-    ``versions`` begin at 0 and ascend.
+    ``versions`` begin at 0 and ascend. ``experts``, where they are recorded, are of prompt, what was begun, and ``tokens``; of
+    what was begun elsewhere nothing is known.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = field(default=())
+    experts: RoutedExperts | None = None
 
 
 class PolicyWeights(Protocol):

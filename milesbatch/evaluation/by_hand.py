@@ -8,6 +8,8 @@ command again makes only what is missing. The page behind it is ``docs/evaluatio
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from milesbatch.decisions.origin import origin_of
-from milesbatch.engines.protocol import RolloutEngine
 from milesbatch.errors import InputError
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
-from milesbatch.evaluation.evaluator import Evaluator, Generating
+from milesbatch.evaluation.evaluator import Evaluator
 from milesbatch.evaluation.following import follow_versions, hold_from
-from milesbatch.evaluation.generating import prepare_generating
+from milesbatch.evaluation.generating import Evaluating, open_means
 from milesbatch.evaluation.reader import OF_RECIPE
 from milesbatch.recipe.models import Evaluation, Recipe
 from milesbatch.records import EvaluationRecord
@@ -45,6 +46,8 @@ class Wish:
     samples: int | None = None
     temperature: float | None = None
     follow: bool = False
+    urls: tuple[str, ...] = ()
+    """SGLang servers that run already, for this evaluation alone; empty: one is started."""
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ def evaluate_by_hand(
         InputError: the run has not begun, a version is not published, or what is asked cannot be asked.
         StorageError: something cannot be read or written.
     """
-    story, made = _Story(say), _Made()
+    story, opened = _Story(say), _Opened()
     while True:
         incarnations = read_incarnations(layout)
         if not incarnations:
@@ -92,36 +95,32 @@ def evaluate_by_hand(
         section = _wished(section_of(run.recipe, wish.prompts), wish)
         due = wish.versions or due_versions(run.recipe.steps, section.every_steps, origin_of(run.record).step)
         with hold_from(layout, due[0]) as held:
-            asking = made.asking(run.recipe, section, wish)
-            evaluator = _evaluator(run, newest, asking, made, say)
-            if not wish.follow:
-                due = _published(evaluator, due, run, is_explicit=bool(wish.versions))
+            asking = opened.asking(run.recipe, section, wish)
+            means = open_means(run, asking, _who(newest, wish, say))
+            evaluator = Evaluator(layout, asking, means.follower, FileMetadata.of_run(run.record), means.prepare)
             look = _Look(evaluator, layout, newest, lambda run=run: is_finished(run.recipe.steps), wish.follow)  # type: ignore[misc]
-            records = follow_versions(layout, evaluator, due, story, held, look.await_published)
+            try:
+                if not wish.follow:
+                    due = _published(evaluator, due, run, is_explicit=bool(wish.versions))
+                records = follow_versions(layout, evaluator, due, story, held, look.await_published)
+            finally:
+                means.close()
         if not look.was_started_again:
-            made.close()
             return Outcome(asking, records, story.skipped)
         say(f"incarnation {newest + 1} went on with the run")
 
 
 @dataclass(slots=True)
-class _Made:
-    """What takes long to make, kept when the run is started again."""
+class _Opened:
+    """What is asked, kept when the run is started again: to read and compare all prompts may take long."""
 
     _asking: tuple[Evaluation, int, Asking] | None = None
-    engine: RolloutEngine | None = None
 
     def asking(self, recipe: Recipe, section: Evaluation, wish: Wish) -> Asking:
         if self._asking is None or self._asking[:2] != (section, recipe.steps):
             name = OF_RECIPE if wish.prompts is None else wish.prompts.stem
             self._asking = section, recipe.steps, open_asking(recipe, section, name)
-            self.close()
         return self._asking[2]
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = None
 
 
 @dataclass(slots=True)
@@ -169,13 +168,6 @@ def _published(evaluator: Evaluator, due: Sequence[int], run: OpenRun, *, is_exp
     return found
 
 
-def _evaluator(run: OpenRun, incarnation: int, asking: Asking, made: _Made, say: Callable[[str], None]) -> Evaluator:
-    from milesbatch.rollout.reaching import open_follower  # imports torch
-
-    def prepare() -> Generating:
-        generating = prepare_generating(run, asking, Recorder(_WORKER, incarnation), made.engine)
-        made.engine = generating.engine
-        return generating
-
-    follower = open_follower(run, incarnation, say)
-    return Evaluator(run.layout, asking, follower, FileMetadata.of_run(run.record), prepare)
+def _who(incarnation: int, wish: Wish, say: Callable[[str], None]) -> Evaluating:
+    name = f"evaluation-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
+    return Evaluating(Recorder(_WORKER, incarnation), name, urls=wish.urls, tell=say, tell_of_servers=say)

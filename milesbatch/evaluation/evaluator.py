@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from milesbatch.engines.protocol import Completion, RolloutEngine
 from milesbatch.errors import DataError, StoppedToContinue, StorageError
@@ -25,7 +26,10 @@ from milesbatch.rollout.episodes import EpisodeRunner
 from milesbatch.store.durable import read_optional
 from milesbatch.store.layout import RunLayout
 from milesbatch.trajectories.schema import FileMetadata
-from milesbatch.weights.follower import Follower
+
+if TYPE_CHECKING:
+    from milesbatch.rollout.staged import StagedFollower
+    from milesbatch.weights.follower import Follower
 
 _POLL_S = 0.2
 
@@ -44,7 +48,7 @@ class Evaluator:
 
     layout: RunLayout
     asking: Asking
-    follower: Follower
+    follower: Follower | StagedFollower
     metadata: FileMetadata
     prepare: Callable[[], Generating]
     should_stop: Callable[[], bool] = lambda: False
@@ -105,11 +109,6 @@ class Evaluator:
         point("evaluation.generated")
         found = made.runner.record(episodes, completions, {version: weights_digest}, started, datetime.now(UTC))
         return commit_evaluation(self.layout, self.asking.of(version, weights_digest), found, self.metadata)
-
-    def close(self) -> None:
-        """End the engine, if one was made."""
-        if self._generating is not None:
-            self._generating.engine.close()
 
     def _await(self, futures: Sequence[Future[Completion]], engine: RolloutEngine) -> list[Completion]:
         running = set(futures)

@@ -16,7 +16,7 @@ from milesbatch.errors import InputError, StoppedToContinue
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking
 from milesbatch.evaluation.evaluator import Evaluator, Generating
 from milesbatch.evaluation.following import follow_versions, hold_from
-from milesbatch.evaluation.generating import prepare_generating
+from milesbatch.evaluation.generating import Evaluating, Means, open_means
 from milesbatch.rollout.episodes import Recorder
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
@@ -46,14 +46,15 @@ def main(context: RoleContext) -> None:
     events = EventLog(layout, context.name, context.incarnation)
     with hold_from(layout, due[0]) as held:
         asking = open_asking(run.recipe, section)
-        evaluator = _evaluator(context, run, asking, pulse, events)
+        means = open_means(run, asking, _who(context, pulse, events))
+        evaluator = _evaluator(run, asking, means, pulse, events)
         watch = _Watch(pulse)
         try:
             follow_versions(layout, evaluator, due, events, held, watch.await_published, watch.began)
         except StoppedToContinue:
             return  # nothing is half done; the next start goes on
         finally:
-            evaluator.close()
+            means.close()
             events.close()
 
 
@@ -75,26 +76,39 @@ class _Watch:
         self.pulse.moved()
 
 
-def _evaluator(context: RoleContext, run: OpenRun, asking: Asking, pulse: Pulse, events: EventLog) -> Evaluator:
-    from milesbatch.rollout.reaching import open_follower  # imports torch
-
-    began_s = time.monotonic()
-
-    def prepare() -> Generating:
-        pulse.state = "starting"
-        made = prepare_generating(run, asking, Recorder(context.name, context.incarnation))
-        events.write("ready", seconds=round(time.monotonic() - began_s, 2))
-        pulse.state = "generating"
-        return made
-
+def _who(context: RoleContext, pulse: Pulse, events: EventLog) -> Evaluating:
     def tell(text: str) -> None:
         pulse.moved()
         print(text, file=sys.stderr, flush=True)
 
+    def tell_of_servers(text: str) -> None:
+        tell(text)
+        events.write("engine_server", text=text)
+
+    return Evaluating(
+        Recorder(context.name, context.incarnation),
+        context.name,
+        f".i{context.incarnation}.{context.attempt}",
+        tell=tell,
+        tell_of_servers=tell_of_servers,
+        sign=pulse.moved,
+    )
+
+
+def _evaluator(run: OpenRun, asking: Asking, means: Means, pulse: Pulse, events: EventLog) -> Evaluator:
+    began_s = time.monotonic()
+
+    def prepare() -> Generating:
+        pulse.state = "starting"
+        made = means.prepare()
+        events.write("ready", seconds=round(time.monotonic() - began_s, 2))
+        pulse.state = "generating"
+        return made
+
     return Evaluator(
         run.layout,
         asking,
-        open_follower(run, context.incarnation, tell),
+        means.follower,
         FileMetadata.of_run(run.record),
         prepare,
         should_stop=lambda: pulse.should_stop,

@@ -56,6 +56,12 @@ class SGLang(Section):
         " the new ones, `in_place` keeps what the old ones made and is the fastest, `abort` cuts them and asks again for the"
         " rest, for servers that know neither.",
     )
+    routed_experts: bool = Field(
+        False,
+        description="Of mixture-of-experts models: record for each token which experts it went through (`routed_experts` in"
+        " trajectory files). Two bytes for each layer and expert of a token: files and answers get many times as large, so it"
+        " is off unless somebody wants it. An error with dense models.",
+    )
     memory_dir: str | None = Field(
         None,
         description="A directory on each rollout node for a copy of the model in the dtype of the weights: tmpfs or a local"
@@ -94,13 +100,7 @@ class SGLang(Section):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-                raise ValueError(f"{url!r} is not the address of a server such as http://node7:30000")
-        if len(set(urls)) < len(urls):
-            raise ValueError("an address is there twice: a server follows one worker")
-        return tuple(url.rstrip("/") for url in urls)
+        return server_addresses(urls)
 
     @model_validator(mode="after")
     def _says_what_is_known(self) -> Self:
@@ -109,3 +109,19 @@ class SGLang(Section):
         if taken:
             raise ValueError(f"arguments has {taken[0]}, which the worker sets itself")
         return self
+
+
+def server_addresses(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """``urls`` in the form in which servers are asked.
+
+    Raises:
+        ValueError: one is no address of a server, or is there twice.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise ValueError(f"{url!r} is not the address of a server such as http://node7:30000")
+    found = tuple(url.rstrip("/") for url in urls)
+    if len(set(found)) < len(found):
+        raise ValueError("an address is there twice: a server follows one worker")
+    return found

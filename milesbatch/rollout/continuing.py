@@ -14,6 +14,7 @@ from datetime import datetime
 from milesbatch.engines.protocol import Completion
 from milesbatch.ids import VersionSpan
 from milesbatch.rollout.episodes import Episode
+from milesbatch.trajectories.experts import RoutedExperts
 from milesbatch.trajectories.inflight_schema import BegunSample, Life, tokens_digest
 
 
@@ -37,6 +38,8 @@ def why_not(begun: BegunSample, episode: Episode, conditions: Conditions) -> str
     """Why ``episode`` must be generated from the start, in words; None when ``begun`` may go on."""
     if begun.prompt_digest != tokens_digest(episode.request.prompt_tokens):
         return "the prompt has other tokens"
+    if begun.routed_experts is not None and len(begun.routed_experts) != len(episode.request.prompt_tokens) + len(begun.tokens):
+        return "its experts are of other tokens"
     room = episode.request.sampling.max_new_tokens - len(begun.tokens)
     if room < (1 if begun.finish_reason is None else 0):
         return "it is longer than a response may be"
@@ -74,8 +77,22 @@ def joined(begun: BegunSample | None, later: Completion) -> Completion:
     if spans and spans[0].version == begun.versions[-1].version:
         del spans[0]
     return Completion(
-        begun.tokens + later.tokens, begun.logprobs + later.logprobs, later.finish_reason, (*begun.versions, *spans)
+        begun.tokens + later.tokens,
+        begun.logprobs + later.logprobs,
+        later.finish_reason,
+        (*begun.versions, *spans),
+        _joined_experts(begun, later),
     )
+
+
+def _joined_experts(begun: BegunSample, later: Completion) -> RoutedExperts | None:
+    """Of the whole sequence, as far as somebody knows; None where nobody recorded any."""
+    if begun.routed_experts is None or later.experts is None:
+        return later.experts if later.experts is not None or later.tokens else begun.routed_experts
+    if begun.routed_experts.width != later.experts.width:
+        return later.experts
+    start = len(begun.routed_experts) - 1  # when that one was fed, the first of the later tokens was drawn
+    return begun.routed_experts.then(start, later.experts.last(len(later.experts) - start), len(later.experts))
 
 
 def kept(
@@ -102,4 +119,5 @@ def kept(
         finish_reason=None if whole.finish_reason == "abort" else whole.finish_reason,
         started=started if earlier is None else earlier.started,
         lives=lives,
+        routed_experts=whole.experts,
     )

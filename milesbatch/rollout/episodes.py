@@ -164,6 +164,7 @@ class EpisodeRunner:
             prompt_tokens=len(prompt),
             response_tokens=len(response),
             error=judgement.error,
+            routed_experts=None if completion.experts is None else completion.experts.entries(),
             env={"answer": episode.prompt.answer, **episode.prompt.env, **_continued_from(episode)},
         )
 

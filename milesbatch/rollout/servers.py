@@ -1,17 +1,19 @@
-"""The SGLang engine that a recipe asks for, for one worker: which servers, where they keep weights, how weights get
-there.
+"""The SGLang engine that a recipe asks for, for a worker or an evaluator: which servers, where they keep weights, how weights
+get there.
 
-Owns how recipe, run and worker become an engine and its follower. Never: requests or servers themselves. Invariant: the
+Owns how recipe, run and owner become an engine and its follower. Never: requests or servers themselves. Invariant: the
 two fit together: an engine that loads directories has a follower that stages them, one that is sent tensors has one
 that holds them.
 
     weights.transport: delta              files ──> staged directory on this host ──> update_weights_from_disk
-    weights.transport: broadcast, both    the proven copy ──> a group with each server ──> update_weights_from_distributed
+                       broadcast, both    the proven copy ──> a group with each server ──> update_weights_from_distributed
+    experts, any transport                the same: versions have a layer's experts in one tensor, servers know each by itself
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, Start
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
 from milesbatch.errors import StorageError
+from milesbatch.models.experts import FileNames, recorded_shape
 from milesbatch.models.load import context_length, load_config
+from milesbatch.recipe.models import SGLang
 from milesbatch.rollout.reaching import open_follower, open_staged_follower
 from milesbatch.rollout.staged import StagedFollower
 from milesbatch.store.durable import make_directory, remove_tree
@@ -37,74 +41,140 @@ from milesbatch.weights.follower import Follower
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
-    """One worker's engine, and the follower that belongs to it."""
+class Owner:
+    """Whose servers they are."""
 
-    engine: SGLangEngine
-    follower: Follower | StagedFollower
-    memory: Path
+    name: str
+    """Part of the names of servers, logs and the directory for weights."""
+    incarnation: int
+    life: str
+    """Tells this start from others of the same name; empty where servers outlive it."""
+    address: str
+    """Under which the servers reach it."""
+    number: int
+    """Of its first server, among those of all owners."""
+    servers: int
+    """How many it starts, where it does not attach."""
+    urls: tuple[str, ...]
+    """Running servers that it attaches to; empty: it starts its own."""
+
+    @classmethod
+    def worker(cls, context: RoleContext, section: SGLang) -> Owner:
+        """A rollout worker: its own share of ``rollout.sglang.urls``, or as many servers as the recipe says."""
+        return cls(
+            name=context.name,
+            incarnation=context.incarnation,
+            life="" if section.urls else f".i{context.incarnation}.{context.attempt}",
+            address=context.address,
+            number=context.index * section.servers,
+            servers=section.servers,
+            urls=section.urls[context.index :: context.count],
+        )
+
+    @classmethod
+    def evaluator(cls, name: str, incarnation: int, life: str, urls: tuple[str, ...] = ()) -> Owner:
+        """An evaluator: one server of its own, or running ones that nobody else uses; the workers' follow the workers."""
+        address = socket.gethostname() if urls else "127.0.0.1"
+        return cls(name, incarnation, life, address, number=0, servers=1, urls=urls)
+
+
+class Servers:
+    """One owner's servers: the follower of their weights at once, the engine when it is asked for."""
+
+    def __init__(self, run: OpenRun, owner: Owner, tell: Callable[[str], None], sign: Callable[[], None]) -> None:
+        """``tell`` hears what happens to servers, ``sign`` that one of them lives.
+
+        Raises:
+            StorageError: the directory for weights cannot be used.
+        """
+        self._run, self._owner, self._tell, self._sign = run, owner, tell, sign
+        section, weights = run.recipe.rollout.sglang, run.recipe.weights
+        self._names = FileNames.of_model(run.layout.model)
+        self._memory = memory_of(run, owner)
+        self._engine: SGLangEngine | None = None
+        self._way: Way
+        self.follower: Follower | StagedFollower
+        if weights.transport == "delta" and not self._names.differ:
+            self.follower = open_staged_follower(run, owner.incarnation, tell, self._memory / "staged")
+            self._way = FromDisk(self.follower.held)
+        else:
+            self.follower = open_follower(run, owner.incarnation, tell)
+            bucket, ranks = weights.broadcast_bucket_bytes, section.tensor_parallel
+            self._way = ByGroup(owner.address, bucket, ranks, section.device)
+
+    def open_engine(self, tokenizer: Any) -> SGLangEngine:
+        """Start the servers, or attach to them; returns when one of them is up.
+
+        Raises:
+            InputError: SGLang's environment is not there.
+            EngineError: no server comes up; says why, in the words of its log.
+        """
+        section = self._run.recipe.rollout.sglang
+        torch.set_num_threads(self._run.recipe.rollout.threads)
+        model = self._run.layout.model
+        self._engine = SGLangEngine(
+            self._places(),
+            self._way,
+            Prover(can_expect=section.device == "cpu" and section.tensor_parallel == 1),
+            FleetOptions(
+                pause=section.pause,
+                start_timeout_s=section.start_timeout_s,
+                health_timeout_s=section.health_timeout_s,
+                request_timeout_s=section.request_timeout_s,
+                tell=self._tell,
+                needs_experts=section.routed_experts,
+                sign=self._sign,
+            ),
+            EngineLimits(
+                context_length(model), int(load_config(model).vocab_size), recorded_shape(self._run.recipe, model)
+            ),
+            stop_text=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+            in_files=self._names.of if self._names.differ else None,
+        )
+        self._engine.await_server()
+        return self._engine
 
     def close(self) -> None:
         """End the servers, and free the memory."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
         if isinstance(self.follower, StagedFollower):
             self.follower.close()
-        remove_tree(self.memory)
+        remove_tree(self._memory)
+
+    def _places(self) -> list[ServerPlace]:
+        owner, rollout, section = self._owner, self._run.recipe.rollout, self._run.recipe.rollout.sglang
+        if owner.urls:
+            return [AttachedServer(url) for url in owner.urls]
+        log = self._run.layout.log(owner.name, owner.incarnation)
+        model = self._run.layout.model.absolute()
+        return [
+            StartedServer(
+                name=f"{owner.name}.server-{number}",
+                settings=ServerSettings(
+                    python=Path(section.python).absolute(),
+                    model=model,
+                    device=section.device,
+                    dtype=self._run.recipe.weights.dtype,
+                    max_length=context_length(model),
+                    max_running=-(-rollout.max_concurrent_samples // owner.servers),
+                    tensor_parallel=section.tensor_parallel,
+                    first_device=number * section.tensor_parallel,
+                    memory_fraction=section.memory_fraction,
+                    max_total_tokens=section.max_total_tokens,
+                    routed_experts=section.routed_experts,
+                    seed=self._run.recipe.seed + owner.number + number,
+                    arguments=section.arguments,
+                ),
+                log=log.with_name(f"{owner.name}.server-{number}{log.name.removeprefix(owner.name)}"),
+                memory=self._memory,
+                threads=rollout.threads,
+            )
+            for number in range(owner.servers)
+        ]
 
 
-def open_servers(
-    run: OpenRun, context: RoleContext, tokenizer: Any, tell: Callable[[str], None], sign: Callable[[], None]
-) -> Servers:
-    """Start this worker's servers, or attach to its own of ``rollout.sglang.urls``; returns when one of them is up.
-
-    ``tell`` hears what happens to servers, ``sign`` that one of them lives.
-
-    Raises:
-        InputError: SGLang's environment is not there.
-        EngineError: no server comes up; says why, in the words of its log.
-        StorageError: the directory for weights cannot be used.
-    """
-    recipe, section = run.recipe, run.recipe.rollout.sglang
-    torch.set_num_threads(recipe.rollout.threads)
-    memory = memory_of(run, context)
-    places = [*_places(run, context, memory)]
-    can_expect = section.device == "cpu" and section.tensor_parallel == 1
-    options = FleetOptions(
-        pause=section.pause,
-        start_timeout_s=section.start_timeout_s,
-        health_timeout_s=section.health_timeout_s,
-        request_timeout_s=section.request_timeout_s,
-        tell=tell,
-        sign=sign,
-    )
-    follower: Follower | StagedFollower
-    way: Way
-    if recipe.weights.transport == "delta":
-        follower = open_staged_follower(run, context.incarnation, tell, memory / "staged")
-        way = FromDisk(follower.held)
-    else:
-        follower = open_follower(run, context.incarnation, tell)
-        way = ByGroup(context.address, recipe.weights.broadcast_bucket_bytes, section.tensor_parallel, section.device)
-    model = run.layout.model
-    limits = EngineLimits(context_length(model), int(load_config(model).vocab_size))
-    engine = SGLangEngine(
-        places,
-        way,
-        Prover(can_expect),
-        options,
-        limits,
-        stop_text=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-    )
-    servers = Servers(engine, follower, memory)
-    try:
-        engine.await_server()
-    except BaseException:
-        servers.close()
-        raise
-    return servers
-
-
-def memory_of(run: OpenRun, context: RoleContext) -> Path:
+def memory_of(run: OpenRun, owner: Owner) -> Path:
     """This start's own directory for weights; made, and nobody else's.
 
     Raises:
@@ -114,8 +184,7 @@ def memory_of(run: OpenRun, context: RoleContext) -> Path:
     base = Path(section.memory_dir) if section.memory_dir else Path("/dev/shm")
     if not section.memory_dir and not base.is_dir():
         base = Path(tempfile.gettempdir())
-    life = "" if section.urls else f".i{context.incarnation}.{context.attempt}"
-    directory = base / f"milesbatch-{os.getuid()}" / f"{run.record.run_id}.{context.name}{life}"
+    directory = base / f"milesbatch-{os.getuid()}" / f"{run.record.run_id}.{owner.name}{owner.life}"
     make_directory(directory)
     try:
         directory.parent.chmod(0o700)
@@ -124,34 +193,3 @@ def memory_of(run: OpenRun, context: RoleContext) -> Path:
             f"{directory.parent} belongs to somebody else: {error}", mend="choose another rollout.sglang.memory_dir"
         ) from error
     return directory
-
-
-def _places(run: OpenRun, context: RoleContext, memory: Path) -> list[ServerPlace]:
-    rollout, section = run.recipe.rollout, run.recipe.rollout.sglang
-    if section.urls:
-        return [AttachedServer(url) for url in section.urls[context.index :: context.count]]
-    log = run.layout.log(context.name, context.incarnation)
-    model = run.layout.model.absolute()
-    return [
-        StartedServer(
-            name=f"{context.name}.server-{number}",
-            settings=ServerSettings(
-                python=Path(section.python).absolute(),
-                model=model,
-                device=section.device,
-                dtype=run.recipe.weights.dtype,
-                max_length=context_length(model),
-                max_running=-(-rollout.max_concurrent_samples // section.servers),
-                tensor_parallel=section.tensor_parallel,
-                first_device=number * section.tensor_parallel,
-                memory_fraction=section.memory_fraction,
-                max_total_tokens=section.max_total_tokens,
-                seed=run.recipe.seed + context.index * section.servers + number,
-                arguments=section.arguments,
-            ),
-            log=log.with_name(f"{context.name}.server-{number}{log.name.removeprefix(context.name)}"),
-            memory=memory,
-            threads=rollout.threads,
-        )
-        for number in range(section.servers)
-    ]

@@ -52,10 +52,14 @@ def main(context: RoleContext) -> None:
     follower: Follower | StagedFollower
     servers: Servers | None = None
     if recipe.rollout.engine == "sglang":
-        from milesbatch.rollout.servers import open_servers
+        from milesbatch.rollout.servers import Owner, Servers
 
-        servers = open_servers(run, context, tokenizer, tell_of_servers, pulse.moved)
-        engine, follower = servers.engine, servers.follower
+        servers = Servers(run, Owner.worker(context, recipe.rollout.sglang), tell_of_servers, pulse.moved)
+        try:
+            engine, follower = servers.open_engine(tokenizer), servers.follower
+        except BaseException:
+            servers.close()
+            raise
     else:
         engine = open_engine(layout.model, recipe, tokenizer)
         # In place, for the engine's model is a copy of its own.

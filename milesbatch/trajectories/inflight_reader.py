@@ -26,7 +26,7 @@ from milesbatch.trajectories.inflight_schema import (
     BegunSample,
     InflightMetadata,
     from_table,
-    inflight_schema,
+    schema_like,
 )
 from milesbatch.trajectories.schema import KEY_FORMAT
 from milesbatch.trajectories.writer import content_tag
@@ -101,7 +101,7 @@ def _check_format(path: Path, schema: Any) -> None:
             f"{path}: format {text} is newer than the {FORMAT_VERSION[0]} that this version reads",
             mend="continue this run with a newer milesbatch",
         )
-    if not schema.remove_metadata().equals(inflight_schema()):
+    if not schema.remove_metadata().equals(schema_like(schema)):
         raise CorruptArtefactError(f"{path} has other columns than a file of unfinished episodes", mend=_MEND)
 
 

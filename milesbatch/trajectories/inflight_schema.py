@@ -20,6 +20,7 @@ import pyarrow as pa
 from milesbatch import FORMAT_VERSION
 from milesbatch.ids import VersionSpan, check_digest
 from milesbatch.records import digest_bytes
+from milesbatch.trajectories.experts import RoutedExperts
 from milesbatch.trajectories.schema import KEY_FORMAT, KEY_RUN, KEY_TOKENIZER, items, required
 
 KEY_KIND = b"milesbatch.kind"
@@ -61,6 +62,8 @@ class BegunSample:
     started: datetime
     lives: tuple[Life, ...]
     """Ascending; the last one's ``tokens`` is R."""
+    routed_experts: RoutedExperts | None = None
+    """Of prompt and response; None where they are not recorded."""
 
     def validate(self) -> None:
         """Check that the parts agree.
@@ -90,6 +93,10 @@ def _check_tokens(sample: BegunSample) -> None:
         raise ValueError(f"finish_reason is {sample.finish_reason!r}; it is null or one of {_FINISHED}")
     if sample.started.tzinfo is None:
         raise ValueError(f"started has no time zone: {sample.started.isoformat()}")
+    if sample.routed_experts is not None and len(sample.routed_experts) <= len(sample.tokens):
+        raise ValueError(
+            f"it has {len(sample.routed_experts)} entries of experts for a prompt and {len(sample.tokens)} tokens"
+        )
 
 
 def _check_versions(sample: BegunSample) -> None:
@@ -145,10 +152,12 @@ class InflightMetadata:
         return cls(metadata[KEY_RUN].decode(), metadata[KEY_TOKENIZER].decode())
 
 
-def inflight_schema() -> Any:
-    """The schema (``pyarrow.Schema``) of format version 1."""
+def inflight_schema(expert_bytes: int | None = None) -> Any:
+    """The schema (``pyarrow.Schema``) of format version 1; with ``expert_bytes``, the width of an entry, it has the column
+    ``routed_experts``."""
     span = pa.struct([required("start", pa.int32()), required("version", pa.int64()), required("weights", pa.string())])
     life = pa.struct([required("incarnation", pa.int32()), required("tokens", pa.int32())])
+    experts = [] if expert_bytes is None else [pa.field("routed_experts", items(pa.binary(expert_bytes)))]
     return pa.schema(
         [
             required("group_id", pa.int64()),
@@ -160,13 +169,31 @@ def inflight_schema() -> Any:
             pa.field("finish_reason", pa.string()),
             required("started", pa.timestamp("us", tz="UTC")),
             required("lives", items(life)),
+            *experts,
         ]
     )
 
 
+def schema_like(schema: Any) -> Any:
+    """The schema of a file that has, or lacks, the column ``routed_experts`` as ``schema`` does."""
+    index = schema.get_field_index("routed_experts")
+    if index < 0:
+        return inflight_schema()
+    of = schema.field(index).type
+    is_right = pa.types.is_list(of) and pa.types.is_fixed_size_binary(of.value_type)
+    return inflight_schema(of.value_type.byte_width if is_right else None)
+
+
 def to_table(samples: Sequence[BegunSample], metadata: InflightMetadata) -> Any:
-    """Samples as a ``pyarrow.Table`` of one row each, in the given order."""
-    schema = inflight_schema()
+    """Samples as a ``pyarrow.Table`` of one row each, in the given order.
+
+    Raises:
+        ValueError: their experts are of several widths.
+    """
+    widths = {sample.routed_experts.width for sample in samples if sample.routed_experts is not None}
+    if len(widths) > 1:
+        raise ValueError(f"entries of experts have {sorted(widths)} bytes in one file; a model has one width")
+    schema = inflight_schema(widths.pop() if widths else None)
     rows = [
         {
             "group_id": sample.group_id,
@@ -181,6 +208,7 @@ def to_table(samples: Sequence[BegunSample], metadata: InflightMetadata) -> Any:
             "finish_reason": sample.finish_reason,
             "started": sample.started.astimezone(UTC),
             "lives": [{"incarnation": life.incarnation, "tokens": life.tokens} for life in sample.lives],
+            "routed_experts": None if sample.routed_experts is None else sample.routed_experts.entries(),
         }
         for sample in samples
     ]
@@ -193,7 +221,7 @@ def from_table(table: Any) -> list[BegunSample]:
     """Rows of a table with :func:`inflight_schema`, not validated.
 
     Raises:
-        ValueError, OverflowError: a time is none.
+        ValueError, OverflowError: a time is none, or experts are there for no token.
     """
     return [
         BegunSample(
@@ -207,6 +235,7 @@ def from_table(table: Any) -> list[BegunSample]:
             finish_reason=row["finish_reason"],
             started=row["started"].astimezone(UTC),
             lives=tuple(Life(**life) for life in row["lives"]),
+            routed_experts=None if (found := row.get("routed_experts")) is None else RoutedExperts.from_entries(found),
         )
         for row in table.to_pylist()
     ]

@@ -4,15 +4,15 @@ Owns: how SGLang's parameters are put together from the tensors of a policy vers
 Invariant: a parameter is taken as proven only when its hash was computed here from verified bytes, and compared.
 
 SGLang stacks matrices that are applied to the same input (``q_proj``, ``k_proj``, ``v_proj`` become ``qkv_proj``),
-experts too, and pads the vocabulary. On the CPU it hashes a parameter's bytes with SHA-256, of which it tells the first
-8 bytes. For parameters that are laid out otherwise (shards of tensor parallelism, GPUs, where the hash is another one)
-there is no expectation, and a server is compared with its siblings instead.
+experts too, and pads the vocabulary, on the CPU also the inner width of an MLP. On the CPU it hashes a parameter's bytes
+with SHA-256, of which it tells the first 8 bytes. For parameters that are laid out otherwise (shards of tensor parallelism,
+GPUs, where the hash is another one) there is no expectation, and a server is compared with its siblings instead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,9 @@ _EXPERTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("w2_weight", ("down_proj",)),
 )
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
+_INNER_ROWS, _INNER_COLUMNS = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 _VOCABULARY_STEP = 64
+_INNER_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,14 @@ def compare(
     sources = {name: stacked for name in answered if can_expect and (stacked := _sources(name, tensors)) is not None}
     unused = set(tensors) - {source for stacked in sources.values() for source in stacked}
     unused -= {name for name in unused if name == "lm_head.weight" and "lm_head.weight" not in answered}
-    if can_expect and unused and len(sources) == len(answered):
+    if can_expect and unused:  # servers say nothing of weights that they do not know by name
         raise EngineError(f"the server does not say that it has {min(unused)}")
+    unknown = {name for name in answered if name not in sources} if can_expect else set()
+    if unknown:
+        raise EngineError(f"the server has {min(unknown)}, which is made of no tensor of the policy version")
     for name, found in answered.items():
         expected = (
-            _hash(name, [tensors[source] for source in sources[name]]) if name in sources else others.get(name, found)
+            _hash({source: tensors[source] for source in sources[name]}) if name in sources else others.get(name, found)
         )
         if found != expected:
             raise EngineError(f"the server's {name} has checksum {found}; the policy version's is {expected}")
@@ -86,12 +91,18 @@ def _sources(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...] 
     return None
 
 
-def _hash(name: str, parts: Sequence[torch.Tensor]) -> str:
+def _hash(parts: Mapping[str, torch.Tensor]) -> str:
     hasher = hashlib.sha256()
-    for part in parts:
-        hasher.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    if name.endswith(_PADDED):
-        (part,) = parts
-        rows = -part.shape[0] % _VOCABULARY_STEP
-        hasher.update(bytes(rows * part.shape[1] * part.element_size()))
+    for name, part in parts.items():
+        hasher.update(_padded(name, part.detach()).contiguous().view(-1).view(torch.uint8).numpy().data)
     return hasher.digest()[:8].hex()
+
+
+def _padded(name: str, part: torch.Tensor) -> torch.Tensor:
+    """A tensor with as many rows, or columns, of zeros as a server adds."""
+    if name.endswith(_PADDED):
+        rows, columns = -part.shape[0] % _VOCABULARY_STEP, 0
+    else:
+        rows = -part.shape[0] % _INNER_STEP if name.endswith(_INNER_ROWS) else 0
+        columns = -part.shape[1] % _INNER_STEP if name.endswith(_INNER_COLUMNS) else 0
+    return torch.nn.functional.pad(part, (0, columns, 0, rows)) if rows or columns else part

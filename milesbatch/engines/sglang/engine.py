@@ -12,12 +12,13 @@ import asyncio
 import concurrent.futures
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
 from milesbatch.engines.request_check import check_requests
@@ -27,6 +28,11 @@ from milesbatch.engines.sglang.response import Detokenizer, Response
 from milesbatch.engines.sglang.serving import ServerPlace
 from milesbatch.engines.sglang.weights import Prover, Way
 from milesbatch.errors import EngineError, MilesbatchError, RunFailedError
+
+if TYPE_CHECKING:
+    import torch
+
+    InFiles = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 T = TypeVar("T")
 _MOST_FAILURES = 6
@@ -39,10 +45,34 @@ _CLOSE_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What requests must keep to, and how many tokens a server can hold."""
+    """What requests must keep to, and what answers look like."""
 
     max_length: int
     vocab_size: int
+    routed: tuple[int, int] | None = None
+    """Layers, and experts of a token in each: they are recorded. None: they are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedWeights:
+    """A policy version under the names that servers know (satisfies ``PolicyWeights``)."""
+
+    weights: PolicyWeights
+    named: Mapping[str, torch.Tensor]
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    @property
+    def weights_digest(self) -> str:
+        return self.weights.weights_digest
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.named
+
+    def write_model(self, directory: Path) -> None:
+        self.weights.write_model(directory)
 
 
 class SGLangEngine:
@@ -56,7 +86,10 @@ class SGLangEngine:
         options: FleetOptions,
         limits: EngineLimits,
         stop_text: Detokenizer | None = None,
+        in_files: InFiles | None = None,
     ) -> None:
+        """``in_files`` gives a policy version's tensors under the names that servers know, where those are others."""
+        self._in_files = in_files
         self._limits, self._options, self._stop_text = limits, options, stop_text
         self._nonce = secrets.token_hex(4)
         self._number = 0
@@ -95,6 +128,8 @@ class SGLangEngine:
             MilesbatchError: the engine is closed.
         """
         self._check_open()
+        if self._in_files is not None:
+            weights = _ServedWeights(weights, self._in_files(weights.tensors()))
         self._versions.add(weights.version)
         paused_s = self._call(self._fleet.activate(weights))
         self._version = weights.version
@@ -169,7 +204,7 @@ class SGLangEngine:
             if not future.set_running_or_notify_cancel():
                 self._open.pop(future, None)
                 continue
-            response = Response(request)
+            response = Response(request, self._limits.routed)
             task = self._loop.create_task(self._answer(response, future))
             self._responses[task] = response
             task.add_done_callback(partial(self._ended, future))

@@ -44,6 +44,8 @@ class FleetOptions:
     request_timeout_s: float
     tell: Callable[[str], None]
     """Hears what happens to servers, in words."""
+    needs_experts: bool = False
+    """A server that does not tell routed experts is of no use."""
     sign: Callable[[], None] = lambda: None
     """Called at signs of life: a start that gets on, a token that was generated when asked for. A long answer comes as
     a whole, and until then nothing else shows that it is being made."""
@@ -250,6 +252,11 @@ class Fleet:
         began_s = time.monotonic()
         server.client = await server.place.open(self._options.start_timeout_s, self._options.sign)
         server.info = await server.client.get("server_info", self._options.health_timeout_s)
+        if self._options.needs_experts and not server.info.get("enable_return_routed_experts"):
+            raise EngineError(
+                f"{server.name} does not tell which experts tokens went through",
+                mend="start it with --enable-return-routed-experts, or set rollout.sglang.routed_experts: false",
+            )
         self._options.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
         async with self._turn:
             server.state = "ready"

@@ -11,14 +11,19 @@ nobody asked it to. Each goes on after the tokens that are there.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest
 from milesbatch.engines.sglang.client import ServerGoneError
 from milesbatch.ids import VersionSpan
+from milesbatch.trajectories.experts import RoutedExperts, width_of
 
 _TAIL_MARGIN = 8
 """As in the embedded engine: tokens without text, and spaces that start a text, hide there."""
@@ -31,12 +36,15 @@ class Response:
     """What is there of the response to one request."""
 
     request: GenerationRequest
+    routed: tuple[int, int] | None = None
+    """Layers, and experts of a token in each, of a model whose experts are recorded."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     prompt_tokens: int = 0
     """Of all its prefills, as its servers counted them."""
+    _experts: RoutedExperts | None = None
 
     @property
     def left(self) -> int:
@@ -61,7 +69,7 @@ class Response:
             parameters["stop"] = list(sampling.stop)
         if seed is not None:
             parameters["sampling_seed"] = seed
-        return {
+        body = {
             "input_ids": [*self.request.context_tokens, *self.tokens],
             "sampling_params": parameters,
             "return_logprob": True,
@@ -69,6 +77,16 @@ class Response:
             "rid": rid,
             "extra_key": cache,
         }
+        if self.routed is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self._first_row}
+        return body
+
+    @property
+    def _first_row(self) -> int:
+        """The first token whose experts an answer says: what came before was fed for other answers, under other weights
+        maybe."""
+        begun = len(self.request.begun) + len(self.tokens)
+        return len(self.request.prompt_tokens) + begun - 1 if begun else 0
 
     def add(
         self, answer: Mapping[str, Any], versions: Container[int], stop_text: Detokenizer | None
@@ -80,6 +98,8 @@ class Response:
         """
         tokens, logprobs, spans = _parts_of(answer, self.left, versions)
         meta = answer["meta_info"]
+        if self.routed is not None and tokens:
+            self._add_experts(meta, tokens, spans)
         self.cached_tokens += int(meta.get("cached_tokens") or 0)
         self.prompt_tokens += int(meta.get("prompt_tokens") or 0)
         before = len(self.tokens)
@@ -95,7 +115,26 @@ class Response:
         return "length" if self.left <= 0 else None
 
     def completion(self, reason: FinishReason) -> Completion:
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.spans))
+        experts = self._experts
+        if self.routed is not None:
+            length = len(self.request.context_tokens) + len(self.tokens)
+            experts = (experts or RoutedExperts.unknown(width_of(*self.routed), length)).first(length)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.spans), experts)
+
+    def _add_experts(self, meta: Mapping[str, Any], tokens: Sequence[int], spans: Sequence[VersionSpan]) -> None:
+        """Raises:
+        ServerGoneError: they are not those of the answer's tokens.
+        """
+        assert self.routed is not None
+        start, before = self._first_row, len(self.request.context_tokens) + len(self.tokens)
+        length = before + len(tokens)
+        rows = _experts_of(meta, length - 1 - start, self.routed)
+        if rows is not None and len(spans) > 1 and meta.get("num_retractions"):
+            # What was put back is computed again under the weights of then: those rows are not what tokens were drawn by.
+            again = before + spans[-1].start - 1 - start
+            rows = RoutedExperts.unknown(rows.width, again).then(again, rows.last(len(rows) - again), len(rows))
+        experts = self._experts or RoutedExperts(width_of(*self.routed), b"")
+        self._experts = experts.then(start, rows, length)
 
     def _stop_after(self, before: int, stop_text: Detokenizer | None) -> int | None:
         """Number of tokens up to and with the one that ends the response, among those from ``before`` on."""
@@ -148,6 +187,22 @@ def _parts_of(
     if problem is not None:
         raise ServerGoneError(f"an answer is not whole: {problem}")
     return tokens, [logprob for logprob, _ in pairs], spans
+
+
+def _experts_of(meta: Mapping[str, Any], count: int, shape: tuple[int, int]) -> RoutedExperts | None:
+    """``count`` rows; None for an aborted request that a server had put back: it has let go of them.
+
+    Raises:
+        ServerGoneError: others, or none.
+    """
+    text = meta.get("routed_experts")
+    if text is None and meta["finish_reason"]["type"] == "abort":
+        return None
+    try:
+        numbers = np.frombuffer(base64.b64decode(text or "", validate=True), "<i4")
+        return RoutedExperts.of(numbers.reshape(count, *shape))
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise ServerGoneError(f"an answer is not whole: its routed experts are not {count} rows: {error}") from error
 
 
 def _spans_of(meta: Mapping[str, Any]) -> list[VersionSpan]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from milesbatch.engines.sglang.client import ServerClient, ServerRefusedError
+from milesbatch.engines.sglang.client import ServerClient, ServerLacksPathError, ServerRefusedError
 from milesbatch.engines.sglang.launch import (
     ServerProcess,
     decisive_lines,
@@ -24,7 +24,7 @@ from milesbatch.engines.sglang.launch import (
     server_gone,
 )
 from milesbatch.engines.sglang.settings import ServerSettings
-from milesbatch.errors import EngineError
+from milesbatch.errors import EngineError, InputError
 from milesbatch.store.durable import make_directory
 
 _LOOK_S = 0.5
@@ -157,7 +157,7 @@ class AttachedServer:
     async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
         deadline_s = time.monotonic() + timeout_s
         client = ServerClient(self.url, self.key)
-        while not await client.is_healthy(_ANSWER_S):
+        while not await self._generates(client):
             if time.monotonic() > deadline_s:
                 await client.close()
                 raise EngineError(
@@ -166,6 +166,22 @@ class AttachedServer:
                 )
             await asyncio.sleep(_LOOK_S)
         return client
+
+    async def _generates(self, client: ServerClient) -> bool:
+        """Raises:
+        InputError: it is no server, and never will be.
+        """
+        try:
+            await client.get("model_info", _ANSWER_S)
+        except ServerLacksPathError as error:
+            await client.close()
+            raise InputError(
+                f"what answers at {self.url} is no SGLang server: it has no /model_info; a router in front of servers has none",
+                mend="name the servers themselves: the engine chooses among them, and must reach each for its weights",
+            ) from error
+        except EngineError:
+            pass  # it is not up, or wants another key: what follows says so
+        return await client.is_healthy(_ANSWER_S)
 
     def check(self) -> None:
         """Nobody here knows its process."""

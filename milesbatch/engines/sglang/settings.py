@@ -39,6 +39,8 @@ class ServerSettings:
     memory_fraction: float | None = None
     max_total_tokens: int | None = None
     seed: int = 0
+    routed_experts: bool = False
+    """It can tell which experts tokens went through."""
     arguments: Sequence[str] = ()
 
     def command(self, port: int, secrets: Path) -> list[str]:
@@ -64,6 +66,8 @@ class ServerSettings:
             words.append(f"--mem-fraction-static={self.memory_fraction}")
         if self.max_total_tokens is not None:
             words.append(f"--max-total-tokens={self.max_total_tokens}")
+        if self.routed_experts:
+            words.append("--enable-return-routed-experts")
         if self.device == "cpu":
             words += _CPU_FLAGS
         elif self.first_device:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
@@ -59,6 +59,36 @@ def make_model(seed: int, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return Qwen3ForCausalLM(config).to(dtype).eval()
 
 
+EXPERTS, ROUTED = 8, (2, 2)
+"""Of a layer; layers, and experts that a token goes through in each."""
+
+
+def make_experts_model(seed: int) -> Any:
+    """A random mixture of experts, in which each token goes through two of eight in each of two layers."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=VOCAB,
+        hidden_size=64,
+        moe_intermediate_size=48,
+        num_experts=EXPERTS,
+        num_experts_per_tok=ROUTED[1],
+        num_hidden_layers=ROUTED[0],
+        norm_topk_prob=True,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        dtype=torch.float32,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
 @dataclass
 class Weights:
     """A policy version in memory, which can be written as servers want it."""
@@ -93,6 +123,9 @@ def make_engine(
     request_timeout_s: float = 120.0,
     start_timeout_s: float = 300.0,
     told: list[str] | None = None,
+    expects: bool = True,
+    routed: tuple[int, int] | None = None,
+    in_files: Any = None,
 ) -> SGLangEngine:
     options = FleetOptions(
         pause=pause,
@@ -100,10 +133,10 @@ def make_engine(
         health_timeout_s=health_timeout_s,
         request_timeout_s=request_timeout_s,
         tell=([] if told is None else told).append,
+        needs_experts=routed is not None,
     )
-    return SGLangEngine(
-        places, way or FromDisk(written_to(memory)), Prover(True), options, EngineLimits(MAX_LENGTH, VOCAB), spell
-    )
+    way = way or FromDisk(written_to(memory))
+    return SGLangEngine(places, way, Prover(expects), options, EngineLimits(MAX_LENGTH, VOCAB, routed), spell, in_files)
 
 
 @dataclass
@@ -126,13 +159,18 @@ class RealServer:
 
 
 def start_server(
-    directory: Path, model: Any, name: str = "server-0", dtype: str = "float32", **options: Any
+    directory: Path,
+    model: Any,
+    name: str = "server-0",
+    dtype: str = "float32",
+    engine: dict[str, Any] | None = None,
+    **options: Any,
 ) -> RealServer:
-    """Blocks until it serves version 0, which is ``model``."""
+    """Blocks until it serves version 0, which is ``model``; ``engine`` are options of its owner."""
     Weights(0, model).write_model(directory / "model")
     settings = settings_of(directory / "model", dtype, **options)
     place = StartedServer(name, settings, directory / f"{name}.log", directory / "memory")
-    owner = make_engine([place], directory / "staged", told=(told := []))
+    owner = make_engine([place], directory / "staged", told=(told := []), **(engine or {}))
     try:
         owner.activate(Weights(0, model))
     except BaseException:
@@ -170,8 +208,13 @@ def reference_logprobs(model: Any, asked: GenerationRequest, done: Completion, t
     return table.gather(1, torch.tensor(done.tokens)[:, None]).squeeze(1).tolist()  # type: ignore[no-any-return]
 
 
-def replayed_logprobs(models: Mapping[int, Any], asked: GenerationRequest, done: Completion) -> list[float]:
-    """Logprobs when every token is fed to the model of its own version, on the keys and values that earlier ones left."""
+def replayed_logprobs(
+    models: Mapping[int, Any], asked: GenerationRequest, done: Completion, experts: list[Any] | None = None
+) -> list[float]:
+    """Logprobs when every token is fed to the model of its own version, on the keys and values that earlier ones left.
+
+    ``experts`` is filled with those of each token by layer, of a mixture of experts.
+    """
     cache = DynamicCache()
     ids = torch.tensor([[*asked.context_tokens, *done.tokens]])
     start = len(asked.context_tokens) - 1
@@ -180,7 +223,11 @@ def replayed_logprobs(models: Mapping[int, Any], asked: GenerationRequest, done:
         drawn = max(place - start, 0)
         version = next(span.version for span in reversed(done.versions) if span.start <= drawn)
         with torch.no_grad():
-            logits = models[version](ids[:, place : place + 1], cache=cache, use_cache=True).logits[0, -1]
+            options = {} if experts is None else {"output_router_logits": True}
+            output = models[version](ids[:, place : place + 1], cache=cache, use_cache=True, **options)
+        logits = output.logits[0, -1]
+        if experts is not None:
+            experts.append([layer.view(-1).topk(ROUTED[1]).indices.tolist() for layer in output.router_logits])
         if place >= start:
             found.append(float(torch.log_softmax(logits.float(), dim=-1)[ids[0, place + 1]]))
     return found

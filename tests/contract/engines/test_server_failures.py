@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_proxy import FaultyProxy
-from real_server import MAX_LENGTH, RealServer, Weights, reference_logprobs, request, results
+from real_server import MAX_LENGTH, RealServer, Weights, make_engine, reference_logprobs, request, results
 
-from milesbatch.errors import EngineError, RunFailedError
+from milesbatch.engines.sglang.serving import AttachedServer
+from milesbatch.errors import EngineError, InputError, RunFailedError
 from milesbatch.ids import VersionSpan
 
 EXACT = 1e-5
@@ -102,6 +105,28 @@ def test_a_server_that_is_not_there(real: RealServer, models: list[Any], tmp_pat
         engine.activate(Weights(0, models[0]))
     assert len(told) == 3
     engine.close()
+
+
+def test_a_router_is_no_server_and_is_named_at_once(tmp_path: Path) -> None:
+    """A router answers for its servers, but for control calls, of which it knows none."""
+
+    class Router(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health_generate" else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Says nothing."""
+
+    router = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    threading.Thread(target=router.serve_forever, daemon=True).start()
+    engine = make_engine([AttachedServer(f"http://127.0.0.1:{router.server_port}")], tmp_path)
+    with pytest.raises(InputError, match=r"is no SGLang server(.|\n)*name the servers themselves"):
+        engine.await_server()
+    engine.close()
+    router.shutdown()
+    router.server_close()
 
 
 def test_a_server_that_goes_away_and_comes_back(

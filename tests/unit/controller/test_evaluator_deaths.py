@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from builders import make_layout, make_recipe
 from ended_by_hand import EndedByHand
 
@@ -123,3 +124,15 @@ def test_without_the_section_there_is_none(tmp_path: Path) -> None:
     place = Place("trainer", "rollout", "evaluation")
     supervisor = supervise(tmp_path, place, evaluation=None)
     assert supervisor.look() == [] and "evaluation-0" not in place.starts
+
+
+@pytest.mark.parametrize(("device", "starts"), [("cuda", 0), ("cpu", 1)])
+def test_with_servers_on_gpus_the_run_starts_none_for_training_has_them_all(
+    tmp_path: Path, device: str, starts: int
+) -> None:
+    place = Place("trainer", "rollout", "evaluation")
+    rollout = {"engine": "sglang", "sglang": {"device": device}}
+    supervisor = supervise(tmp_path, place, rollout=rollout, determinism="relaxed")
+    assert place.starts.count("evaluation-0") == starts
+    said = supervisor.look()
+    assert any("--follow` on a GPU of its own" in text for text in said) == (starts == 0), said

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from milesbatch.engines.embedded import EmbeddedEngine
 from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
@@ -37,6 +46,9 @@ def make_model(family: str = "qwen3", seed: int = 0, attention: str = "sdpa") ->
     options = {**_SHAPE, "attn_implementation": attention}
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**options, head_dim=16, tie_word_embeddings=True)).eval()
+    if family == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, **experts, tie_word_embeddings=True)).eval()
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**options, tie_word_embeddings=False)).eval()
     return LlamaForCausalLM(LlamaConfig(**options, tie_word_embeddings=True)).eval()

@@ -24,7 +24,8 @@ def engine() -> Iterator[EmbeddedEngine]:
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("qwen2", "sdpa"), ("llama", "sdpa")]
+    ("family", "attention"),
+    [("qwen3", "sdpa"), ("qwen3", "eager"), ("qwen2", "sdpa"), ("llama", "sdpa"), ("qwen3_moe", "sdpa")],
 )
 def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
     model = make_model(family, attention=attention)

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from milesbatch.engines.sglang.checksums import compare
 from milesbatch.errors import EngineError
@@ -39,12 +40,14 @@ def tensors() -> Tensors:
 def answered(t: Tensors) -> dict[str, str]:
     q, k, v = (t[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
     expert = "model.layers.0.mlp.experts.{}.{}_proj.weight"
-    gate_up = [t[expert.format(number, part)] for number in (0, 1) for part in ("gate", "up")]
+    # Their inner width of 6 is filled up to 32.
+    gate_up = [pad(t[expert.format(number, part)], (0, 0, 0, 26)) for number in (0, 1) for part in ("gate", "up")]
+    down = [pad(t[expert.format(number, "down")], (0, 26)) for number in (0, 1)]
     return {
         "model.embed_tokens.weight": hashed(t["model.embed_tokens.weight"], zeros=3 * 8 * 4),
         "model.layers.0.self_attn.qkv_proj.weight": hashed(q, k, v),
         "model.layers.0.mlp.experts.w13_weight": hashed(*gate_up),
-        "model.layers.0.mlp.experts.w2_weight": hashed(*(t[expert.format(number, "down")] for number in (0, 1))),
+        "model.layers.0.mlp.experts.w2_weight": hashed(*down),
     }
 
 
@@ -65,6 +68,20 @@ def test_any_changed_element_is_found(tensors: Tensors) -> None:
 def test_a_tensor_that_the_server_does_not_have_is_named(tensors: Tensors) -> None:
     with pytest.raises(EngineError, match=r"does not say that it has model\.extra\.weight"):
         compare(answered(tensors), {**tensors, "model.extra.weight": torch.ones(2)}, can_expect=True, others={})
+
+
+def test_experts_that_a_server_knows_by_no_name_are_missed(tensors: Tensors) -> None:
+    """As transformers holds them, in one tensor: the server would leave its own as they are."""
+    expert = "model.layers.0.mlp.experts."
+    fused = {name: tensor for name, tensor in tensors.items() if not name.startswith(expert)}
+    fused |= {expert + "gate_up_proj": torch.ones(2, 12, 8), expert + "down_proj": torch.ones(2, 8, 6)}
+    with pytest.raises(EngineError, match=r"does not say that it has .*experts\.down_proj"):
+        compare(answered(tensors), fused, can_expect=True, others={})
+
+
+def test_a_parameter_that_is_made_of_nothing_known_is_no_proof(tensors: Tensors) -> None:
+    with pytest.raises(EngineError, match=r"has lm_head\.weight, which is made of no tensor"):
+        compare({**answered(tensors), "lm_head.weight": "0" * 16}, tensors, can_expect=True, others={})
 
 
 def test_without_expectation_servers_are_compared_with_each_other(tensors: Tensors) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,3 +130,88 @@ def test_servers_of_before_tell_the_last_version_only() -> None:
     response = asked(2)
     assert response.add(body, {7}, None) == "length"
     assert response.spans == [VersionSpan(0, 7)]
+
+
+# -- routed experts ---------------------------------------------------------------------------------------------------
+
+SHAPE = (2, 2)
+NONE = b"\xff" * 8
+
+
+def told(*numbers: int) -> str:
+    """Rows as a server tells them: all experts of a row have its number."""
+    return base64.b64encode(np.array(numbers, "<i4").repeat(4).tobytes()).decode()
+
+
+def entry(number: int) -> bytes:
+    return np.full(4, number, "<u2").tobytes()
+
+
+def entries_of(response: Response) -> list[bytes]:
+    experts = response.completion("length").experts
+    assert experts is not None
+    return list(experts.entries())
+
+
+def of_experts(most: int = 10, begun: tuple[int, ...] = (), **sampling: Any) -> Response:
+    return Response(GenerationRequest((1, 2, 3), SamplingParams(most, **sampling), 0, begun), SHAPE)
+
+
+def test_experts_of_all_tokens_but_the_last() -> None:
+    response = of_experts(2)
+    body = response.body("r", "c", None)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 0)
+    assert response.add(answer([4, 5], routed_experts=told(1, 2, 3, 4)), {7}, None) == "length"
+    assert entries_of(response) == [entry(number) for number in (1, 2, 3, 4)] + [NONE]
+
+
+def test_each_answer_tells_the_experts_by_which_its_own_tokens_were_drawn() -> None:
+    response = of_experts(4)
+    assert response.add(answer([4, 5], "abort", routed_experts=told(1, 2, 3, 4)), {7, 8}, None) is None
+    assert response.body("r", "c", None)["routed_experts_start_len"] == 4, "the last token, which was not fed yet"
+    assert response.add(answer([6, 7], spans=[(8, 0, 2)], routed_experts=told(5, 6)), {7, 8}, None) == "length"
+    assert entries_of(response) == [entry(number) for number in (1, 2, 3, 4, 5, 6)] + [NONE]
+
+
+def test_of_what_was_begun_elsewhere_nothing_is_known() -> None:
+    response = of_experts(4, begun=(8, 9))
+    assert response.body("r", "c", None)["routed_experts_start_len"] == 4
+    assert response.add(answer([4, 5], routed_experts=told(5, 6)), {7}, None) == "length"
+    assert entries_of(response) == [NONE] * 4 + [entry(5), entry(6), NONE]
+
+
+def test_what_was_computed_again_under_other_weights_is_not_known() -> None:
+    """With one version it is the same again; with two it is what the newer weights made of older tokens."""
+    for spans, known in (([(7, 0, 4)], 0), ([(7, 0, 2), (8, 2, 4)], 4)):
+        response = of_experts(4)
+        rows = told(*range(6))
+        made = answer([4, 5, 6, 7], spans=spans, routed_experts=rows, num_retractions=1)
+        assert response.add(made, {7, 8}, None) == "length"
+        assert entries_of(response) == [NONE] * known + [entry(number) for number in range(known, 6)] + [NONE]
+    response = of_experts(4)
+    made = answer([4, 5, 6, 7], spans=[(7, 0, 2), (8, 2, 4)], routed_experts=told(*range(6)), num_retractions=0)
+    assert response.add(made, {7, 8}, None) == "length"
+    assert NONE not in entries_of(response)[:-1], "nothing was put back: keys, values and experts are those of then"
+
+
+def test_a_request_that_was_put_back_and_aborted_has_lost_its_experts() -> None:
+    response = of_experts(4)
+    assert response.add(answer([4, 5], "abort"), {7}, None) is None
+    assert response.add(answer([6, 7], routed_experts=told(5, 6)), {7}, None) == "length"
+    assert entries_of(response) == [NONE] * 4 + [entry(5), entry(6), NONE]
+
+
+def test_cut_at_a_stop_the_experts_are_too() -> None:
+    response = of_experts(9, stop_token_ids=(5,))
+    assert response.add(answer([4, 5, 6], routed_experts=told(1, 2, 3, 4, 5)), {7}, None) == "stop"
+    assert entries_of(response) == [entry(number) for number in (1, 2, 3, 4)] + [NONE]
+
+
+@pytest.mark.parametrize(
+    "experts", [{}, {"routed_experts": told(1, 2, 3)}, {"routed_experts": "!"}, {"routed_experts": told(1, 2, -1, 3)}]
+)
+def test_an_answer_without_its_experts_is_not_whole(experts: dict[str, str]) -> None:
+    response = of_experts(2)
+    with pytest.raises(ServerGoneError, match="its routed experts are not 4 rows"):
+        response.add(answer([4, 5], **experts), {7}, None)
+    assert response.tokens == []

@@ -14,8 +14,8 @@ from milesbatch.errors import InputError, StoppedToContinue, UsageError
 from milesbatch.evaluation import by_hand, following
 from milesbatch.evaluation.asking import due_versions, section_of
 from milesbatch.evaluation.by_hand import Wish, evaluate_by_hand
-from milesbatch.evaluation.evaluator import Generating
 from milesbatch.evaluation.following import follow_versions, hold_from
+from milesbatch.evaluation.generating import Evaluating, Means
 from milesbatch.recipe.models import Evaluation, FileData
 from milesbatch.records import Hold, Retirement
 from milesbatch.store.layout import RunLayout
@@ -123,11 +123,12 @@ def test_a_stop_in_the_middle_reaches_the_caller_and_frees_the_hold(rig: Rig) ->
 def by_hand_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., by_hand.Outcome]:
     """``milesbatch evaluate`` with the tiny model: only what loads it is replaced."""
 
-    def prepare(run: OpenRun, asking: Any, recorder: Any, engine: Any = None) -> Generating:
+    def means(run: OpenRun, asking: Any, who: Evaluating) -> Means:
         rig.asking = asking
-        return rig.evaluator().prepare() if engine is None else Generating(engine, rig.runner())
+        evaluator = rig.evaluator()
+        return Means(evaluator.follower, evaluator.prepare, rig.close)
 
-    monkeypatch.setattr(by_hand, "prepare_generating", prepare)
+    monkeypatch.setattr(by_hand, "open_means", means)
     monkeypatch.setattr(by_hand, "_POLL_S", 0.01)
     monkeypatch.setattr(
         by_hand.FileMetadata, "of_run", classmethod(lambda cls, record: cls("run-1", "xxh128:" + "0" * 32))

@@ -16,6 +16,7 @@ from milesbatch.ids import VersionSpan
 from milesbatch.records import digest_bytes
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories import inflight_schema
+from milesbatch.trajectories.experts import RoutedExperts
 from milesbatch.trajectories.inflight_reader import read_inflight, unfinished_episodes
 from milesbatch.trajectories.inflight_schema import (
     KEY_KIND,
@@ -115,6 +116,7 @@ def test_times_keep_their_moment(layout: RunLayout) -> None:
         {"lives": (Life(1, 4), Life(3, 4))},
         {"lives": (Life(1, 3),)},
         {"group_id": -1},
+        {"routed_experts": RoutedExperts(2, b"ab" * 4)},
     ],
     ids=str,
 )
@@ -216,9 +218,24 @@ def test_how_many_are_unfinished(layout: RunLayout) -> None:
     assert unfinished_episodes(RunLayout(layout.root / "nowhere")) == 0
 
 
-def test_every_column_is_required_but_one() -> None:
-    nullable = [field.name for field in inflight_schema.inflight_schema() if field.nullable]
-    assert nullable == ["finish_reason"]
-    assert {field.name for field in dataclasses.fields(BegunSample)} - {"weights"} == set(
-        inflight_schema.inflight_schema().names
-    )
+def test_every_column_is_required_but_two() -> None:
+    schema = inflight_schema.inflight_schema(4)
+    assert [field.name for field in schema if field.nullable] == ["finish_reason", "routed_experts"]
+    assert {field.name for field in dataclasses.fields(BegunSample)} - {"weights"} == set(schema.names)
+    assert inflight_schema.inflight_schema().names == schema.names[:-1], "a dense model's files have no experts"
+
+
+def test_experts_are_read_again_beside_samples_without(layout: RunLayout) -> None:
+    experts = RoutedExperts(3, bytes(range(18)))
+    samples = (make(8, 0, routed_experts=experts), make(8, 1))
+    assert read_inflight(write(layout, *samples)).samples == samples
+    with pytest.raises(ValueError, match=r"have \[2, 3\] bytes in one file"):
+        write(layout, samples[0], make(8, 1, routed_experts=RoutedExperts(2, b"ab" * 6)))
+
+
+@pytest.mark.parametrize("of", [pa.string(), pa.list_(pa.binary()), pa.list_(pa.binary(3)), pa.binary(3)], ids=str)
+def test_experts_in_another_form_are_other_columns(layout: RunLayout, of: Any) -> None:
+    table = to_table([make()], METADATA)
+    table = table.append_column("routed_experts", pa.nulls(1, of)).replace_schema_metadata(table.schema.metadata)
+    with pytest.raises(CorruptArtefactError, match="has other columns"):
+        read_inflight(put(layout, table))
