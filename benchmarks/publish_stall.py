@@ -1,6 +1,6 @@
 """How long training stands still for publishing: beside the next step, against before it. One rank, both ways in turns.
 
-    python benchmarks/publish_stall.py [--mb 256] [--versions 6]
+    python benchmarks/publish_stall.py [--mb 256] [--versions 6] [--tensor-mb 8]
 
 Prints the median stall of a step each way, their ratio, and by how much the steps beside which something is published take
 longer. A step is a fixed amount of matrix products. Per version 1 % of the BF16 elements move by one unit in the last place.
@@ -29,18 +29,17 @@ from milesbatch.trainer.publishing import Publishing
 from milesbatch.weights.team import Alone
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
-ROWS = 1 << 20
 
 
 class Weights:
-    """BF16 tensors of 8 MiB each; what of a backend a publisher asks for."""
+    """BF16 tensors of one size; what of a backend a publisher asks for."""
 
     device = torch.device("cpu")
 
-    def __init__(self, num_bytes: int) -> None:
-        made = torch.Generator().manual_seed(0)
-        count = max(1, num_bytes // (4 * ROWS * 2))
-        self.tensors = {f"w{i}": (torch.randn(4 * ROWS, generator=made) * 0.02).bfloat16() for i in range(count)}
+    def __init__(self, num_bytes: int, tensor_bytes: int) -> None:
+        made, size = torch.Generator().manual_seed(0), tensor_bytes // 2
+        count = max(1, num_bytes // tensor_bytes)
+        self.tensors = {f"w{i}": (torch.randn(size, generator=made) * 0.02).bfloat16() for i in range(count)}
 
     def move(self, version: int) -> None:
         for tensor in self.tensors.values():
@@ -72,13 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--versions", type=int, default=6)
+    parser.add_argument("--tensor-mb", type=int, default=8, help="MiB of one tensor")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         layout = RunLayout(Path(place) / "run")
         for directory in layout.directories():
             directory.mkdir(parents=True)
-        backend: Any = Weights(options.mb * 1_000_000)
+        backend: Any = Weights(options.mb * 1_000_000, options.tensor_mb << 20)
         recipe = load_recipe(RECIPE, ["weights.dtype=bfloat16", "weights.keyframe_every=1000"])
         incarnation = take_over(layout, Claimant(cause="first"), {}).number
         publishing = Publishing(

@@ -230,6 +230,8 @@ def _against(old: RawTensor, tensor: RawTensor | DeviceTensor) -> _Part:
 
 def _found_there(before: DeviceTensor, tensor: DeviceTensor, old: RawTensor) -> _Part | None:
     """The difference as the device finds it; None when the whole tensor had better come."""
+    if tensor.num_bytes <= crossed_bytes(0):
+        return None
     try:
         found = encode_on_device(tensor.name, before.tensor, tensor.tensor, old.data)
     except DriftError as error:
