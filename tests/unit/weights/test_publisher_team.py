@@ -15,7 +15,7 @@ from milesbatch.decisions.shares import shares
 from milesbatch.errors import DivergenceError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
-from milesbatch.weights.draft import owned
+from milesbatch.weights.draft import left_there, owned
 from milesbatch.weights.follower import Follower
 from milesbatch.weights.listing import verify
 from milesbatch.weights.publisher import Publisher
@@ -86,9 +86,10 @@ class Ranks:
         owners = shares({name: t.numel() * t.element_size() for name, t in tensors.items()}, self.size)
         return {name: tensor.clone() for name, tensor in tensors.items() if owners[name] == rank}
 
-    def publish(self, version: int, tensors: Tensors) -> WeightsManifest:
+    def publish(self, version: int, tensors: Tensors, *, on_device: bool = False) -> WeightsManifest:
         def one(rank: int, publisher: Publisher) -> WeightsManifest:
-            return publisher.publish_share(version, owned(self.share(rank, tensors).items(), {}), {})
+            take = left_there if on_device else owned
+            return publisher.publish_share(version, take(self.share(rank, tensors).items(), {}), {})
 
         manifests = self.together(one)
         assert all(manifest == manifests[0] for manifest in manifests), "all ranks know what was committed"
@@ -246,6 +247,24 @@ def test_a_lost_version_is_published_again_by_all(layout: RunLayout, version_ten
     assert (again[0].weights_digest, again[0].artefact) == (manifest.weights_digest, "keyframe")
     assert ranks.publish(3, version_tensors(3)).parent == 2
     assert rebuild(layout, 3).version == 3
+
+
+def test_copies_that_drifted_apart_at_one_rank_make_all_write_a_full_copy(
+    layout: RunLayout, version_tensors: Make
+) -> None:
+    """Shares stay on the device; a bit of one rank's host copy flips."""
+    ranks = Ranks(layout, 2, keyframe_every=100)
+    for version in range(2):
+        assert ranks.publish(version, version_tensors(version), on_device=True).parent == (
+            version - 1 if version else None
+        )
+    (unlucky,) = (rank for rank in range(2) if "layer.weight" in ranks.share(rank, version_tensors(0)))
+    ranks.publishers[unlucky].snapshot_tensors["layer.weight"].data[99] ^= 2
+    assert ranks.publish(2, version_tensors(2), on_device=True).parent is None
+    assert [len(publisher.drifts) for publisher in ranks.publishers] == [rank == unlucky for rank in range(2)]
+    assert ranks.publish(3, version_tensors(3), on_device=True).parent == 2
+    assert bytes_of(version_tensors(3)) == {n: t.data.tobytes() for n, t in rebuild(layout, 3).tensors.items()}
+    assert not list(verify(layout))
 
 
 def test_shares_are_whole_and_balanced() -> None:
