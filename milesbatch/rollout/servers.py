@@ -99,8 +99,7 @@ class Servers:
             self._way = FromDisk(self.follower.held)
         else:
             self.follower = open_follower(run, owner.incarnation, tell)
-            bucket, ranks = weights.broadcast_bucket_bytes, section.tensor_parallel
-            self._way = ByGroup(owner.address, bucket, ranks, section.device)
+            self._way = ByGroup(owner.address, weights.broadcast_bucket_bytes, section.tensor_parallel)
 
     def open_engine(self, tokenizer: Any) -> SGLangEngine:
         """Start the servers, or attach to them; returns when one of them is up.

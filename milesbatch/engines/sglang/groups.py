@@ -10,6 +10,9 @@ Invariant: a server that fails costs its own group only, and a group in which an
 Why the worker and not the trainer stands at rank 0: what enters a server has been compared with the committed manifest
 first, a server that hangs cannot hold up the trainer or other workers, and a restarted one catches up without asking
 anybody else.
+
+The groups are of gloo, with GPUs too: NCCL takes no two ranks on one GPU, and the worker has none but those of its servers.
+gloo broadcasts from this process's memory into a GPU (https://docs.pytorch.org/docs/stable/distributed.html, backends).
 """
 
 from __future__ import annotations
@@ -43,7 +46,6 @@ class ByGroup:
     bucket_bytes: int
     ranks: int = 1
     """Of one server: its tensor parallelism."""
-    device: str = "cpu"
     _groups: dict[str, tuple[str, Any, Any]] = field(default_factory=dict)
     """Address of a server -> name, process group and store of its group."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -82,7 +84,7 @@ class ByGroup:
             "rank_offset": 1,
             "world_size": size,
             "group_name": name,
-            "backend": "nccl" if self.device == "cuda" else "gloo",
+            "backend": "gloo",
         }
         asked = asyncio.create_task(client.post("init_weights_update_group", body, min(limit_s, _JOIN_S)))
         try:
@@ -98,7 +100,7 @@ class ByGroup:
     def _join(self, store: Any, name: str, size: int, timeout: timedelta) -> Any:
         """The same calls as SGLang's, so that both sides look for each other under the same keys."""
         prefixed = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-        backend = dist.Backend("nccl" if self.device == "cuda" else "gloo")
+        backend = dist.Backend("gloo")
         with _named("a server did not join the group for its weights"):
             label: Any = name
             group, _ = distributed_c10d._new_process_group_helper(
@@ -138,8 +140,6 @@ class ByGroup:
         options.timeout = timedelta(seconds=limit_s)
         flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         with _named("a bucket of weights was not sent"):
-            if self.device == "cuda":
-                flat = flat.cuda()
             group.broadcast([flat], options).wait(options.timeout)
 
 
