@@ -6,8 +6,10 @@ checking and materialising need none. Invariant: bits are never interpreted, so 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +59,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """A tensor whose bytes have not come to the host: contiguous, and nobody writes to it any more."""
+    """A tensor whose bytes have not come to the host: contiguous, whole for any stream, and nobody writes to it any more."""
 
     name: str
     dtype: str
@@ -73,7 +75,8 @@ class DeviceTensor:
 
     def fetch(self) -> RawTensor:
         """All of it, in host memory of its own."""
-        raw = from_torch(self.name, self.tensor)
+        with own_stream(self.tensor.device):
+            raw = from_torch(self.name, self.tensor)
         if self.tensor.device.type == "cpu":  # what crosses no bus is a view
             return RawTensor(raw.dtype, raw.shape, raw.data.copy())
         return raw
@@ -115,6 +118,25 @@ def from_torch(name: str, tensor: torch.Tensor) -> RawTensor:
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return RawTensor(_dtype_name(name, tensor), tuple(tensor.shape), flat.numpy())
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA a stream beside the training's: on that one each answer comes behind all kernels that are queued there."""
+    import torch
+
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_stream_of(device)):
+        yield
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def left_on_device(name: str, tensor: torch.Tensor) -> DeviceTensor:

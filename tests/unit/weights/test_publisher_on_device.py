@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from milesbatch.errors import StorageError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights import device_diff
+from milesbatch.weights import tensors as crossings
 from milesbatch.weights.draft import left_there, owned
 from milesbatch.weights.follower import Follower
 from milesbatch.weights.listing import verify
 from milesbatch.weights.publisher import Publisher
-from milesbatch.weights.tensors import DeviceTensor
+from milesbatch.weights.tensors import DeviceTensor, own_stream
 
 Tensors = dict[str, torch.Tensor]
 Make = Callable[[int], Tensors]
@@ -95,7 +98,7 @@ def test_only_changes_cross(layout: RunLayout, large: Make, tmp_path: Path) -> N
             changed = sum(entry.changed for entry in found.tensors)
             assert changed > 30_000 and found.parent == version - 1
             tiny = large(version)["norm"].nbytes  # less than the counts that would come
-            assert publisher.crossed_bytes == 8 * changed + 3 * 4096 + tiny < everything / 20
+            assert publisher.crossed_bytes == 8 * changed + 3 * 8192 + tiny < everything / 20
     check_follows(layout, 4)
 
 
@@ -236,3 +239,25 @@ def test_a_fetched_tensor_has_memory_of_its_own_and_aliases_are_passed_over() ->
         left_there([("a", tensor), ("a", tensor)], {})
     with pytest.raises(ValueError, match="complex64"):
         left_there([("a", tensor.to(torch.complex64))], {})
+
+
+def test_on_cuda_all_that_crosses_has_one_stream_beside_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be seen without a GPU: which stream is entered, and when it is left."""
+    entered: list[object] = []
+
+    @contextmanager
+    def stream(own: object) -> Iterator[None]:
+        entered.append(own)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    gpu = torch.device("cuda", 0)
+    for look in (own_stream, own_stream, device_diff._turn):
+        with look(gpu):
+            assert entered[-1] == "stream of cuda:0"
+        with look(torch.device("cpu")):
+            assert entered[-1] is None
+    assert len(entered) == 6
+    crossings._stream_of.cache_clear()
