@@ -38,7 +38,8 @@ def why_not(begun: BegunSample, episode: Episode, conditions: Conditions) -> str
     """Why ``episode`` must be generated from the start, in words; None when ``begun`` may go on."""
     if begun.prompt_digest != tokens_digest(episode.request.prompt_tokens):
         return "the prompt has other tokens"
-    if begun.routed_experts is not None and len(begun.routed_experts) != len(episode.request.prompt_tokens) + len(begun.tokens):
+    length = len(episode.request.prompt_tokens) + len(begun.tokens)
+    if begun.routed_experts is not None and len(begun.routed_experts) != length:
         return "its experts are of other tokens"
     room = episode.request.sampling.max_new_tokens - len(begun.tokens)
     if room < (1 if begun.finish_reason is None else 0):
