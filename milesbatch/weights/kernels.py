@@ -20,8 +20,14 @@ Elements = NDArray[np.unsignedinteger[Any]]
 """Flat unsigned elements of 1, 2 or 4 bytes: the bits of a tensor."""
 
 MAX_THRESHOLDS = 7
+MAX_SHIFT = 21
+"""Lowest bits of all gaps of a class that are no part of its tokens; a segment has no more than 2^23 elements."""
+SPARSE_FROM = (MAX_SHIFT + 1, 1, 1)
+"""Counts of each list of a class from which on it has only its numbers that are not 0: so many more than these."""
 NUM_KEYS = 256
-"""Elements are counted by the eight highest bits below the sign."""
+"""Elements are counted by the eight highest bits below the sign, and"""
+NUM_KINDS = 8
+"""by how they change: not, or by a step whose size has 1, 2, ... bits; the last kind has all larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,14 @@ class PackedSegment:
     same thread."""
 
     counts: Bytes
-    """How many changes each class has, how many are exceptions, and which lists hold only their numbers that are not 0."""
+    """How many changes each class has, how many are exceptions, the shift of its gaps, and which lists hold only their numbers
+    that are not 0."""
     tokens: Bytes
-    """One a number, at most 127; of all lists, one behind the other."""
+    """One a number, at most 127; of all lists, one behind the other: first the gaps of all classes, then the others of each."""
     ends: tuple[int, ...]
-    """Where each list's tokens end."""
+    """Where the tokens of all lists of gaps end, and then those of each other list, if it has any."""
     bits: Bytes
-    """What the tokens do not say: for each class its directions, and then the lower bits of each list."""
+    """What the tokens do not say: the lower bits of all gaps; for each class its directions, and those of its other lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +93,8 @@ class SegmentCounts:
     at: int
     """Where in the payload they begin."""
     classes: Counts
-    """Shape [classes, 5]: changes, exceptions (``changes + 1``: nothing is split), and for each of the three lists 0, or one
-    more than the numbers in it that are not 0, when only these are there."""
+    """Shape [classes, 5]: changes, exceptions (``changes + 1``: nothing is split), and the count of each of the three lists
+    (the shift of its tokens, which only the first has, or more than that when most of its numbers are 0)."""
 
 
 class RefusedError(Exception):
@@ -139,14 +146,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
-        """Elements, and changed elements, for each of the 256 values of the eight highest bits below the sign, among the first
-        ``run`` elements of every ``stride``."""
+    def count(self, before: Elements, after: Elements, run: int, stride: int) -> Counts:
+        """Elements by key (the eight highest bits below the sign) and kind of change, among the first ``run`` elements of every
+        ``stride``; shape [NUM_KEYS, NUM_KINDS]."""
         ...
 
-    def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
-        """First keys of the second and later classes (at most ``most``), for the fewest bits: N H(K / N) for each class of N
-        elements with K changes, and ``bits_for_a_class``; each that was counted stands for ``weight`` elements."""
+    def cut(self, counts: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
+        """First keys of the second and later classes (at most ``most``), for the fewest bits: for each class, the entropy of
+        which elements change and of their kinds, and ``bits_for_a_class``. A counted element stands for ``weight`` elements."""
         ...
 
     def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment: ...

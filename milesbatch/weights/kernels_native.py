@@ -18,6 +18,7 @@ from milesbatch.weights.kernels import (
     BEYOND,
     MAX_THRESHOLDS,
     NUM_KEYS,
+    NUM_KINDS,
     Applier,
     Bytes,
     ClassChanges,
@@ -52,17 +53,16 @@ class NativeKernels:
     def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> Applier:
         return _NativeApplier(self._library, thresholds, changes, elements, self._scratch)
 
-    def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
-        elements, changes = np.zeros((2, NUM_KEYS), np.uint64)
+    def count(self, before: Elements, after: Elements, run: int, stride: int) -> Counts:
+        counts = np.zeros((NUM_KEYS, NUM_KINDS), np.uint64)
         self._library.steps_count(
-            before.itemsize, _at(before), _at(after), before.size, run, stride, key_shift(before.itemsize),
-            _at(elements), _at(changes),
+            before.itemsize, _at(before), _at(after), before.size, run, stride, key_shift(before.itemsize), _at(counts)
         )  # fmt: skip
-        return elements, changes
+        return counts
 
-    def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
+    def cut(self, counts: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
         cuts = np.empty(MAX_THRESHOLDS, np.uint32)
-        num = self._library.steps_cut(_at(elements), _at(changes), weight, bits_for_a_class, most, _at(cuts))
+        num = self._library.steps_cut(_at(counts), weight, bits_for_a_class, most, _at(cuts))
         return cuts[:num]
 
     def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment:
@@ -84,10 +84,10 @@ class NativeKernels:
             _at(bits),
             _at(found),
         )
-        num_counts, num_lists, num_bits = found.tolist()
-        of_lists = tuple(ends[:num_lists].tolist())
-        num_tokens = of_lists[-1] if of_lists else 0
-        return PackedSegment(counts[:num_counts], tokens[:num_tokens], of_lists, bits[:num_bits])
+        num_counts, num_ends, num_bits = found.tolist()
+        of_stretches = tuple(ends[:num_ends].tolist())
+        num_tokens = of_stretches[-1] if of_stretches else 0
+        return PackedSegment(counts[:num_counts], tokens[:num_tokens], of_stretches, bits[:num_bits])
 
     def counts(self, payload: Bytes, at: int, num_classes: int, most_elements: int, most_changes: int) -> SegmentCounts:
         table = np.empty(5 * num_classes + 6, np.uint64)
@@ -185,7 +185,7 @@ class _Scratch(threading.local):
         return self._numbers
 
     def packing(self, num: int) -> tuple[Numbers, Bytes, Bytes, Counts, Bytes]:
-        """Room for ``steps_pack`` of ``num`` changes: numbers, counts, tokens, ends of lists, bits."""
+        """Room for ``steps_pack`` of ``num`` changes: numbers, counts, tokens, ends of stretches, bits."""
         if self._packing[1].size < 3 * num:
             self._packing = self._room(num)
         return self.numbers(3 * num + 1), *self._packing
@@ -212,7 +212,7 @@ class _Scratch(threading.local):
     def _room(num: int) -> tuple[Bytes, Bytes, Counts, Bytes]:
         classes = MAX_THRESHOLDS + 1
         return (
-            np.empty(50 * classes, np.uint8), np.empty(3 * num, np.uint8), np.empty(6 * classes, np.uint64),
+            np.empty(50 * classes, np.uint8), np.empty(3 * num, np.uint8), np.empty(1 + 2 * classes, np.uint64),
             np.empty(13 * num + 32 * classes, np.uint8),
         )  # fmt: skip
 
@@ -233,11 +233,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "steps_map": (_int, [_int, _pointer, _pointer, _size, _pointer, _size]),
     "steps_unmap": (None, [_int, _pointer, _pointer, _pointer, _size]),
     "steps_apply": (None, [_int, _pointer, _size, _pointer, _int, _pointer, _pointer, _pointer, _size, _pointer]),
-    "steps_cut": (_int, [_pointer, _pointer, ctypes.c_double, ctypes.c_double, _int, _pointer]),
+    "steps_cut": (_int, [_pointer, ctypes.c_double, ctypes.c_double, _int, _pointer]),
     "steps_pack": (None, [_int, *[_pointer] * 9]),
     "steps_counts": (_int, [_pointer, _size, _pointer, _size, _size, _int, _pointer, _pointer]),
     "steps_unpack": (_int, [_pointer, _size, _pointer, _int, _pointer, _pointer, _number, *[_pointer] * 4]),
-    "steps_count": (None, [_int, _pointer, _pointer, _size, _size, _size, _int, _pointer, _pointer]),
+    "steps_count": (None, [_int, _pointer, _pointer, _size, _size, _size, _int, _pointer]),
 }
 
 

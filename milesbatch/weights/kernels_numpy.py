@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from milesbatch.weights.kernels import (
     BEYOND,
+    MAX_SHIFT,
     NUM_KEYS,
+    NUM_KINDS,
+    SPARSE_FROM,
     Bytes,
     ClassChanges,
     Counts,
@@ -40,24 +43,27 @@ class NumpyKernels:
     def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> _NumpyApplier:
         return _NumpyApplier(thresholds, changes, elements)
 
-    def count(self, before: Elements, after: Elements, run: int, stride: int) -> tuple[Counts, Counts]:
+    def count(self, before: Elements, after: Elements, run: int, stride: int) -> Counts:
         places = (np.arange(0, before.size, stride)[:, None] + np.arange(run)).reshape(-1)
         places = places[places < before.size]
-        keys = (_magnitudes(before[places]) >> key_shift(before.itemsize)).astype(np.int64)
-        elements = np.bincount(keys, minlength=NUM_KEYS)
-        changes = np.bincount(keys[before[places] != after[places]], minlength=NUM_KEYS)
-        return elements.astype(np.uint64), changes.astype(np.uint64)
+        old, new = before[places], after[places]
+        keys = (_magnitudes(old) >> key_shift(before.itemsize)).astype(np.int64)
+        zigzag = _zigzag(old, new)
+        kinds = np.searchsorted(_KINDS, (zigzag >> 1) + (zigzag & 1), side="right")
+        counts = np.bincount(keys * NUM_KINDS + kinds, minlength=NUM_KEYS * NUM_KINDS)
+        return counts.astype(np.uint64).reshape(NUM_KEYS, NUM_KINDS)
 
-    def cut(self, elements: Counts, changes: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
-        keys = np.flatnonzero(elements)
-        if not changes.any():
+    def cut(self, counts: Counts, weight: float, bits_for_a_class: float, most: int) -> Numbers:
+        keys, counts = _joined_keys(counts)
+        if not counts[:, 1:].any():
             return np.empty(0, np.uint32)
-        num, hit = (np.concatenate([[0.0], np.cumsum(counts[keys] * weight)]) for counts in (elements, changes))
-        n, k = num[None, :] - num[:, None], hit[None, :] - hit[:, None]  # [i, j]: of the keys from i up to, without, j
-        n[np.tril_indices(len(n))] = 0.0
+        totals = np.concatenate([np.zeros((1, NUM_KINDS)), np.cumsum(counts * weight, axis=0)])
+        kinds = np.maximum(totals[None, :] - totals[:, None], 0.0)  # [i, j]: of the keys from i up to, without, j
+        n, k = kinds.sum(axis=-1), kinds[..., 1:].sum(axis=-1)
         share = np.clip((k + 0.5) / (n + 1.0), 1e-300, 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            cost = bits_for_a_class - (k * np.log2(share) + (n - k) * np.log2(1 - share))
+            cost = bits_for_a_class + _n_log_n(k) - _n_log_n(kinds[..., 1:]).sum(axis=-1)
+            cost -= k * np.log2(share) + (n - k) * np.log2(1 - share)
         cost[np.tril_indices(len(cost))] = np.inf
         best, came_from = [cost[0]], [np.zeros(len(cost), np.int64)]
         for _ in range(most):
@@ -74,11 +80,14 @@ class NumpyKernels:
     def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment:
         to = _Packing()
         for of_class in changes:
-            _pack_class(to, of_class)
+            to.counts.append(varint(of_class.gaps.size))
+            to.numbers(of_class.gaps, 0)
+        to.end()
+        for of_class in changes:
+            _pack_values(to, of_class.values)
         tokens = np.concatenate([np.empty(0, np.uint8), *to.tokens])
-        ends = tuple(np.cumsum([each.size for each in to.tokens], dtype=np.int64).tolist())
         bits = np.concatenate([np.empty(0, np.uint8), *to.bits])
-        return PackedSegment(np.frombuffer(b"".join(to.counts), np.uint8), tokens, ends, bits)
+        return PackedSegment(np.frombuffer(b"".join(to.counts), np.uint8), tokens, tuple(to.ends), bits)
 
     def counts(self, payload: Bytes, at: int, num_classes: int, most_elements: int, most_changes: int) -> SegmentCounts:
         reader = _Counts(payload, at)
@@ -88,12 +97,15 @@ class NumpyKernels:
         for of_class in classes:
             of_class[0] = num = reader.take(left)
             left -= num
-            if not num:
+            of_class[2], more = reader.take_list(num, 0)
+            tokens += more
+        for of_class in classes:
+            if not (num := int(of_class[0])):
                 continue
-            of_class[1] = reader.take(num + 1)
-            for number, size in enumerate(_list_sizes(num, int(of_class[1]))):
-                of_class[2 + number] = sparse = reader.take(size + 1) if size else 0
-                tokens += 2 * (sparse - 1) if sparse else size
+            of_class[1] = exceptions = reader.take(num + 1)
+            for number, size in enumerate(_list_sizes(num, exceptions)[1:], start=1):
+                of_class[2 + number], more = reader.take_list(size, number)
+                tokens += more
         stored = reader.take(tokens) if tokens else 0
         if stored > payload.size - reader.at:
             raise RefusedError("it ends too early")
@@ -104,8 +116,11 @@ class NumpyKernels:
         self, counts: SegmentCounts, tokens: Bytes, payload: Bytes, at: int, largest: int
     ) -> tuple[SegmentChanges, int]:
         source = _Unpacking(tokens, payload[at:])
-        classes = [_unpack_class(source, of_class, largest) for of_class in counts.classes.tolist()]
-        return joined(classes), payload.size - source.bits.size
+        classes = counts.classes.tolist()
+        gaps = [source.numbers(num, 0, count) for num, _, count, *_ in classes]
+        values = [_unpack_values(source, of_class, largest) for of_class in classes]
+        changes = [ClassChanges(*lists) for lists in zip(gaps, values, strict=True)]
+        return joined(changes), payload.size - source.bits.size
 
 
 # -- one class --------------------------------------------------------------------------------------------------------
@@ -116,42 +131,57 @@ class _Packing:
         self.counts: list[bytes] = []
         self.tokens: list[Bytes] = []
         self.bits: list[Bytes] = []
+        self.ends: list[int] = []
 
-    def numbers(self, numbers: Numbers) -> None:
+    def numbers(self, numbers: Numbers, number: int) -> None:
+        """The list of this number of a class."""
         if not numbers.size:
             return
         places = np.flatnonzero(numbers)
         if 2 * places.size >= numbers.size:
-            self.counts.append(varint(0))
-            self._plain(numbers)
+            shift = _shift_of(numbers) if number == 0 else 0
+            self.counts.append(varint(shift))
+            self._plain(numbers, shift)
             return
-        self.counts.append(varint(places.size + 1))
-        if places.size:
-            self._plain((np.diff(places, prepend=-1) - 1).astype(np.uint32))
-            self._plain(numbers[places] - np.uint32(1))
+        self.counts.append(varint(SPARSE_FROM[number] + places.size))
+        self._plain((np.diff(places, prepend=-1) - 1).astype(np.uint32), 0)
+        self._plain(numbers[places] - np.uint32(1), 0)
 
-    def _plain(self, numbers: Numbers) -> None:
-        tokens, bits = tokenise(numbers)
+    def end(self) -> None:
+        """Of a stretch, if there were any tokens since the last one."""
+        end = sum(tokens.size for tokens in self.tokens)
+        if end > (self.ends[-1] if self.ends else 0):
+            self.ends.append(end)
+
+    def _plain(self, numbers: Numbers, shift: int) -> None:
+        tokens, bits = tokenise(numbers, shift)
         self.tokens.append(tokens)
         self.bits.append(bits)
 
 
-def _pack_class(to: _Packing, changes: ClassChanges) -> None:
-    num, values = changes.gaps.size, changes.values
-    to.counts.append(varint(num))
-    if not num:
+def _shift_of(gaps: Numbers) -> int:
+    """For a mean of 2.8 to 5.6 without so many bits: all lists then have tokens of nearly one distribution."""
+    total, shift = int(gaps.sum(dtype=np.uint64)), 0
+    while shift < MAX_SHIFT and 8 * total > (45 * gaps.size) << shift:
+        shift += 1
+    return shift
+
+
+def _pack_values(to: _Packing, values: Numbers) -> None:
+    if not values.size:
         return
     places = np.flatnonzero(values > 2)
-    if 2 * places.size > num:
-        to.counts.append(varint(num + 1))
-        to.numbers(changes.gaps)
-        to.numbers(values - np.uint32(1))
+    if 2 * places.size > values.size:
+        to.counts.append(varint(values.size + 1))
+        to.numbers(values - np.uint32(1), 1)
+        to.end()
         return
     to.counts.append(varint(places.size))
     to.bits.append(np.packbits((values[values <= 2] == 2), bitorder="little"))
-    to.numbers(changes.gaps)
-    to.numbers((np.diff(places, prepend=-1) - 1).astype(np.uint32))
-    to.numbers(values[places] - np.uint32(3))
+    to.numbers((np.diff(places, prepend=-1) - 1).astype(np.uint32), 1)
+    to.end()
+    to.numbers(values[places] - np.uint32(3), 2)
+    to.end()
 
 
 class _Counts:
@@ -172,12 +202,33 @@ class _Counts:
                 return number
         raise RefusedError("a count that is larger than it can be")
 
+    def take_list(self, size: int, number: int) -> tuple[int, int]:
+        """The count of a list, and how many tokens it has."""
+        first = SPARSE_FROM[number]
+        count = self.take(size + first) if size else 0
+        return count, size if count < first else 2 * (count - first)
+
 
 def _list_sizes(num: int, exceptions: int) -> tuple[int, int, int]:
     return (num, num, 0) if exceptions > num else (num, exceptions, exceptions)
 
 
+def _joined_keys(counts: Counts) -> tuple[NDArray[np.int64], Counts]:
+    """Keys that occur, and their counts; neighbours without any change are one."""
+    keys = np.flatnonzero(counts.any(axis=1))
+    is_changed = counts[keys, 1:].sum(axis=1) > 0
+    was_changed = np.concatenate([np.ones(1, bool), is_changed[:-1]])[: keys.size]
+    first = np.flatnonzero(is_changed | was_changed)
+    return keys[first], np.add.reduceat(counts[keys], first) if keys.size else counts[keys]
+
+
+def _n_log_n(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    return counts * np.log2(np.maximum(counts, 1e-300))
+
+
 _NO_LIST = "lists that no changes give"
+_KINDS = 1 << np.arange(NUM_KINDS - 1, dtype=np.uint32)
+"""Sizes of steps from which on another bit is needed."""
 
 
 class _Unpacking:
@@ -190,42 +241,44 @@ class _Unpacking:
         taken, self.bits = self.bits[:num_bytes], self.bits[num_bytes:]
         return taken
 
-    def numbers(self, num: int, sparse: int) -> Numbers:
-        if not sparse:
-            return self._plain(num)
-        gaps, others = self._plain(sparse - 1), self._plain(sparse - 1)
+    def numbers(self, num: int, number: int, count: int) -> Numbers:
+        """The list of this number of a class, with this count."""
+        num_others = count - SPARSE_FROM[number]
+        if num_others < 0:
+            return self._plain(num, count)
+        gaps, others = self._plain(num_others, 0), self._plain(num_others, 0)
         places = _places(gaps, num)
         numbers = np.zeros(num, np.uint32)
         numbers[places] = others + np.uint32(1)
         return numbers
 
-    def _plain(self, num: int) -> Numbers:
+    def _plain(self, num: int, shift: int) -> Numbers:
         tokens, self._tokens = self._tokens[:num], self._tokens[num:]
         if tokens.size and int(tokens.max()) > 127:
             raise RefusedError(_NO_LIST)
-        numbers = tokens.astype(np.uint32)
+        leading, width = tokens.astype(np.uint64), np.full(num, shift, np.uint32)
         is_large = tokens >= 16
-        large = numbers[is_large] - 16
-        width = large // 4 + 4
-        num_bytes = (int((width - 2).sum()) + 7) // 8
+        width[is_large] += tokens[is_large] // 4 - np.uint32(2)
+        leading[is_large] = 4 + leading[is_large] % 4
+        num_bytes = (int(width.sum()) + 7) // 8
         if num_bytes > self.bits.size:
             raise RefusedError(_NO_LIST)
-        low = _unpack(self.take_bits(num_bytes), width - 2)
-        numbers[is_large] = (np.uint32(1) << width) | ((large % 4) << (width - 2)) | low
-        return numbers
+        numbers = (leading << width.astype(np.uint64)) | _unpack(self.take_bits(num_bytes), width)
+        if num and int(numbers.max()) >> 32:
+            raise RefusedError(_NO_LIST)
+        return numbers.astype(np.uint32)
 
 
-def _unpack_class(source: _Unpacking, counts: list[int], largest: int) -> ClassChanges:
-    num, exceptions, *sparse = counts
+def _unpack_values(source: _Unpacking, counts: list[int], largest: int) -> Numbers:
+    num, exceptions, _, *lists = counts
     if exceptions > num:
-        gaps, values = source.numbers(num, sparse[0]), source.numbers(num, sparse[1])
+        values = source.numbers(num, 1, lists[0])
         if num and int(values.max()) >= largest:
             raise RefusedError(_NO_LIST)
-        return ClassChanges(gaps, values + np.uint32(1))
+        return values + np.uint32(1)
     bits = source.take_bits((num - exceptions + 7) // 8)
-    gaps = source.numbers(num, sparse[0])
-    between, rest = source.numbers(exceptions, sparse[1]), source.numbers(exceptions, sparse[2])
-    return ClassChanges(gaps, _merge(bits, num, between, rest, largest))
+    between, rest = (source.numbers(exceptions, number, lists[number - 1]) for number in (1, 2))
+    return _merge(bits, num, between, rest, largest)
 
 
 def _merge(bits: Bytes, num: int, gaps: Numbers, rest: Numbers, largest: int) -> Numbers:
@@ -247,13 +300,15 @@ def _places(gaps: Numbers, num: int) -> NDArray[np.int64]:
     return places.astype(np.int64)
 
 
-def tokenise(numbers: Numbers) -> tuple[Bytes, Bytes]:
-    """Below 16 the token is the number; above, four tokens for each power of two, and the lower bits apart."""
-    is_large = numbers >= 16
-    width = _bit_widths(numbers[is_large])
-    tokens = numbers.astype(np.uint8)
-    tokens[is_large] = 16 + (width - 4) * 4 + ((numbers[is_large] >> (width - 2)) & 3)
-    return tokens, _pack(numbers[is_large], width - 2)
+def tokenise(numbers: Numbers, shift: int) -> tuple[Bytes, Bytes]:
+    """Without ``shift`` bits: below 16 the token is the number; above, four tokens for each power of two. Other bits apart."""
+    upper = numbers >> np.uint32(shift)
+    is_large = upper >= 16
+    below = _bit_widths(upper[is_large]) - 2
+    tokens, width = upper.astype(np.uint8), np.full(numbers.size, shift, np.uint32)
+    tokens[is_large] = 16 + (below - 2) * 4 + ((upper[is_large] >> below) & 3)
+    width[is_large] += below
+    return tokens, _pack(numbers, width)
 
 
 # -- scanning and applying --------------------------------------------------------------------------------------------
@@ -347,15 +402,14 @@ def _pack(numbers: Numbers, widths: Numbers) -> Bytes:
     return np.packbits(((numbers[which] >> bit) & 1).astype(np.uint8), bitorder="little")
 
 
-def _unpack(bits: Bytes, widths: Numbers) -> Numbers:
+def _unpack(bits: Bytes, widths: Numbers) -> Counts:
+    """The inverse; at most 50 bits a number."""
     total = int(widths.sum())
+    if not total:
+        return np.zeros(widths.size, np.uint64)
     which, bit = _each_bit(widths)
-    values = np.unpackbits(bits, count=total, bitorder="little").astype(np.uint32) << bit
-    return (
-        np.bincount(which, values, minlength=widths.size).astype(np.uint32)
-        if total
-        else np.zeros(widths.size, np.uint32)
-    )
+    values = np.unpackbits(bits, count=total, bitorder="little").astype(np.uint64) << bit
+    return np.bincount(which, values, minlength=widths.size).astype(np.uint64)  # exact: doubles have 53 bits
 
 
 def _each_bit(widths: Numbers) -> tuple[NDArray[np.int64], Numbers]:

@@ -84,10 +84,10 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
     elements = old.view(f"<u{width}").copy()
     _check(len(payload) >= 2, "it ends too early")
     layout, num_thresholds = payload[0], payload[1]
-    _check(layout == 2, f"layout {layout}")
-    _check(len(payload) >= 2 + 4 * num_thresholds, "it ends too early")
-    thresholds = np.frombuffer(payload, "<u4", num_thresholds, 2)
-    reader = _Reader(payload, 2 + 4 * num_thresholds)
+    _check(layout == 3, f"layout {layout}")
+    reader = _Reader(payload, 2)
+    # Thresholds are the highest bits of magnitudes: eight, of elements of one byte seven.
+    thresholds = np.frombuffer(reader.take(num_thresholds), np.uint8).astype(np.int64) << max(0, 8 * width - 9)
     sign_off = elements.dtype.type((1 << (8 * width - 1)) - 1)
     begin = 0
     while begin < elements.size:
@@ -96,12 +96,13 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
         segment = elements[begin : begin + size]
         # A class is how many thresholds the old bits without their sign reach.
         classes = np.searchsorted(thresholds, segment & sign_off, side="right")
-        counts = [_class_counts(reader) for _ in range(num_thresholds + 1)]
-        reader.take_tokens(sum(of_list.tokens for of_class in counts for of_list in of_class.lists))
+        counts = [_Class(reader) for _ in range(num_thresholds + 1)]
+        for of_class in counts:
+            of_class.take_exceptions(reader)
+        reader.take_tokens(sum(of_list.tokens for of_class in counts for of_list in [of_class.gaps, *of_class.values]))
+        gaps = [reader.numbers(of_class.gaps) for of_class in counts]
         for number, of_class in enumerate(counts):
-            if of_class.changes:
-                gaps, steps = _changes(reader, of_class)
-                _change(segment, np.flatnonzero(classes == number), gaps, steps)
+            _change(segment, np.flatnonzero(classes == number), gaps[number], _steps(reader, of_class))
         begin += size
     _check(reader.at == len(payload), "bytes behind the end")
     return elements.view(np.uint8)
@@ -109,59 +110,58 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
 
 @dataclass
 class _List:
-    """How many numbers; when most of them are 0, how many are not."""
+    """How many numbers; how many lowest bits of them are no part of the tokens; when most of them are 0, how many are not."""
 
     size: int
-    others: int | None
+    shift: int = 0
+    others: int | None = None
 
     @property
     def tokens(self) -> int:
         return self.size if self.others is None else 2 * self.others
 
+    @classmethod
+    def take(cls, reader: _Reader, size: int, most_shift: int = 0) -> _List:
+        count = reader.number() if size else 0
+        _check(count <= size + most_shift + 1, "more numbers than there are")
+        return cls(size, count) if count <= most_shift else cls(size, 0, count - most_shift - 1)
 
-@dataclass
+
 class _Class:
-    changes: int
-    exceptions: int
-    lists: list[_List]
+    """Counts of a class: what its lists are."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self.changes = reader.number()
+        self.gaps = _List.take(reader, self.changes, most_shift=21)
+        self.values: list[_List] = []
+
+    def take_exceptions(self, reader: _Reader) -> None:
+        exceptions = reader.number() if self.changes else 0
+        _check(exceptions <= self.changes + 1, "more exceptions than changes")
+        sizes = [self.changes] if exceptions > self.changes else [exceptions, exceptions]
+        self.values = [_List.take(reader, size) for size in sizes]
 
 
-def _class_counts(reader: _Reader) -> _Class:
-    changes = reader.number()
-    if not changes:
-        return _Class(0, 0, [])
-    exceptions = reader.number()
-    _check(exceptions <= changes + 1, "more exceptions than changes")
-    sizes = [changes, changes] if exceptions > changes else [changes, exceptions, exceptions]
-    lists = []
-    for size in sizes:
-        sparse = reader.number() if size else 0
-        _check(sparse <= size + 1, "more numbers than there are")
-        lists.append(_List(size, sparse - 1 if sparse else None))
-    return _Class(changes, exceptions, lists)
-
-
-def _changes(reader: _Reader, counts: _Class) -> tuple[Array, Array]:
-    """Gaps, and new bits minus old bits, for each change."""
-    if counts.exceptions > counts.changes:
-        gaps, steps = (reader.numbers(of_list) for of_list in counts.lists)
-        return gaps, _unzigzag(steps + 1)
-    bits = reader.take((counts.changes - counts.exceptions + 7) // 8)
-    gaps, exception_gaps, exceptions = (reader.numbers(of_list) for of_list in counts.lists)
+def _steps(reader: _Reader, counts: _Class) -> Array:
+    """New bits minus old bits for each change."""
+    if len(counts.values) == 1:
+        return _unzigzag(reader.numbers(counts.values[0]) + 1)
+    num_units = counts.changes - counts.values[0].size
+    bits = np.frombuffer(reader.take((num_units + 7) // 8), np.uint8)
+    exception_gaps, exceptions = (reader.numbers(of_list) for of_list in counts.values)
     places = np.cumsum(exception_gaps) + np.arange(exceptions.size)
     _check(not places.size or int(places[-1]) < counts.changes, "an exception behind the last change")
     zigzag = np.empty(counts.changes, np.int64)
     is_exception = np.zeros(counts.changes, bool)
     is_exception[places] = True
-    units = np.unpackbits(np.frombuffer(bits, np.uint8), count=counts.changes - exceptions.size, bitorder="little")
-    zigzag[~is_exception] = 1 + units.astype(np.int64)
+    zigzag[~is_exception] = 1 + np.unpackbits(bits, count=num_units, bitorder="little").astype(np.int64)
     zigzag[is_exception] = exceptions + 3
-    return gaps, _unzigzag(zigzag)
+    return _unzigzag(zigzag)
 
 
 def _change(segment: Array, members: Array, gaps: Array, steps: Array) -> None:
     ranks = np.cumsum(gaps) + np.arange(gaps.size)
-    _check(int(ranks[-1]) < members.size, "a change behind the end of its class")
+    _check(not ranks.size or int(ranks[-1]) < members.size, "a change behind the end of its class")
     segment[members[ranks]] += steps.astype(segment.dtype)  # modulo 2 to the width
 
 
@@ -208,28 +208,28 @@ class _Reader:
     def numbers(self, of: _List) -> Array:
         """The next list; where most are 0, only the others with their places."""
         if of.others is None:
-            return self._plain(of.size)
+            return self._plain(of.size, of.shift)
         numbers = np.zeros(of.size, np.int64)
-        places = np.cumsum(self._plain(of.others)) + np.arange(of.others)
+        places = np.cumsum(self._plain(of.others, 0)) + np.arange(of.others)
         _check(not of.others or int(places[-1]) < of.size, "a number behind the end of its list")
-        numbers[places] = self._plain(of.others) + 1
+        numbers[places] = self._plain(of.others, 0) + 1
         return numbers
 
-    def _plain(self, count: int) -> Array:
+    def _plain(self, count: int, shift: int) -> Array:
         """The next tokens with the bits that they do not say."""
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         _check(not count or int(tokens.max()) <= 127, "token above 127")
         # Tokens below 16 are the number itself; then 4 tokens for each power of two from 16 on.
-        exponent = np.where(tokens < 16, 0, 4 + (tokens - 16) // 4)
-        num_bits = np.where(tokens < 16, 0, exponent - 2)
+        num_bits = np.where(tokens < 16, 0, 2 + (tokens - 16) // 4) + shift
         total = int(num_bits.sum())
         bits = np.unpackbits(np.frombuffer(self.take((total + 7) // 8), np.uint8), count=total, bitorder="little")
-        numbers = np.where(tokens < 16, tokens, (4 + tokens % 4) << num_bits)
+        numbers: Array = np.where(tokens < 16, tokens, 4 + tokens % 4) << num_bits
         at = 0
         for place in np.flatnonzero(num_bits):
             width = int(num_bits[place])
             numbers[place] += int((bits[at : at + width].astype(np.int64) << np.arange(width)).sum())
             at += width
+        _check(not count or int(numbers.max()) < 1 << 32, "a number of more than 32 bits")
         return numbers
 
 

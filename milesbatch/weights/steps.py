@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import struct
 import threading
 from collections.abc import Callable, Sequence
 
@@ -41,7 +40,7 @@ from milesbatch.weights.kernels import (
 )
 from milesbatch.weights.payload import corrupt, expect, varint
 
-LAYOUT = 2
+LAYOUT = 3
 """First byte of every payload of this encoding."""
 
 MAX_CLASSES = 5
@@ -61,10 +60,10 @@ Reached = Callable[[int], None]
 
 SAMPLE_RUN, _SAMPLE_RUNS, _SAMPLE_SHARE, _MOST_RUNS = 1024, 16, 32, 256
 """The sample: runs of so many elements, at least so many of them, one element in so many, but at most so many runs."""
-_BITS_FOR_A_CLASS = 300.0
-"""What one more class costs: its counts, and the tables of the entropy stage."""
+_BITS_FOR_A_CLASS = 150.0
+"""What one more class costs: its counts, and tables for its exceptions. With less there are more classes, which take time."""
 _TOKENS_FOR_A_TABLE = 256
-"""Lists with fewer tokens than that share a block, and so a table, with those behind them."""
+"""Lists with fewer tokens than that share a block, and so a table, with those behind them; the last ones with those before."""
 
 
 Scan = Callable[[int, int, Numbers, int], "list[ClassChanges] | None"]
@@ -86,13 +85,16 @@ def encode_steps(before: Elements, after: Elements, kernels: Kernels, reached: R
             reached(end)
         return scanner.changes()
 
-    return encode_parts(before.size, choose_thresholds(before, after, kernels), scan, kernels)
+    thresholds = choose_thresholds(before, after, kernels)
+    return encode_parts(before.size, before.itemsize, thresholds, scan, kernels)
 
 
-def encode_parts(size: int, thresholds: Numbers, scan: Scan, kernels: Kernels) -> tuple[bytes, int] | None:
+def encode_parts(
+    size: int, element_bytes: int, thresholds: Numbers, scan: Scan, kernels: Kernels
+) -> tuple[bytes, int] | None:
     """As :func:`encode_steps`, of ``size`` elements, wherever they are: ``scan`` finds their changes."""
     payload = io.BytesIO()  # grows in place: joining parts would take the payload twice
-    payload.write(bytes([LAYOUT, len(thresholds)]) + thresholds.astype("<u4").tobytes())
+    payload.write(bytes([LAYOUT, len(thresholds), *(thresholds >> np.uint32(key_shift(element_bytes))).tolist()]))
     begin, length, changed = 0, SEGMENT, 0
     while begin < size:
         stop = min(begin + length, size)
@@ -120,7 +122,7 @@ class StepsChange:
         self._payload, self._left, self._kernels = np.frombuffer(payload, np.uint8), size, kernels
         self._largest = (1 << 8 * element_bytes) - 1
         self._thresholds = np.array(_take_thresholds(payload, element_bytes), np.uint32)
-        self._at = 2 + 4 * len(self._thresholds)
+        self._at = 2 + len(self._thresholds)
         self._applier: Applier | None = None
         self._segment_left = 0
 
@@ -164,8 +166,8 @@ class StepsChange:
 
 def choose_thresholds(before: Elements, after: Elements, kernels: Kernels) -> Numbers:
     """Old magnitudes at which a new class begins, from a sample; at most ``MAX_CLASSES - 1`` of them, ascending."""
-    elements, changes = kernels.count(before, after, SAMPLE_RUN, sample_stride(before.size))
-    return place_thresholds(elements, changes, before.size, before.itemsize, kernels)
+    counts = kernels.count(before, after, SAMPLE_RUN, sample_stride(before.size))
+    return place_thresholds(counts, before.size, before.itemsize, kernels)
 
 
 def sample_stride(size: int) -> int:
@@ -174,13 +176,13 @@ def sample_stride(size: int) -> int:
     return max(SAMPLE_RUN, size // min(num_runs, _MOST_RUNS))
 
 
-def place_thresholds(elements: Counts, changes: Counts, size: int, element_bytes: int, kernels: Kernels) -> Numbers:
-    """Thresholds for a sample's counts by key (:meth:`milesbatch.weights.kernels.Kernels.count`).
+def place_thresholds(counts: Counts, size: int, element_bytes: int, kernels: Kernels) -> Numbers:
+    """Thresholds for a sample's counts by key and kind of change (:meth:`milesbatch.weights.kernels.Kernels.count`).
 
-    They minimise the entropy of the positions: the sum over classes of N H(K / N) for K changes among N elements.
+    They minimise the entropy of the positions and of the steps' kinds: most exceptions are in the smallest elements.
     """
-    weight = size / max(1, int(elements.sum()))
-    cuts = kernels.cut(elements, changes, weight, _BITS_FOR_A_CLASS, MAX_CLASSES - 1)
+    weight = size / max(1, int(counts.sum()))
+    cuts = kernels.cut(counts, weight, _BITS_FOR_A_CLASS, MAX_CLASSES - 1)
     return cuts << np.uint32(key_shift(element_bytes))
 
 
@@ -198,12 +200,12 @@ def pack_segment(changes: Sequence[ClassChanges], kernels: Kernels) -> list[byte
 
 
 def _compress(packed: PackedSegment) -> bytes:
-    """One frame with a block for each list: their tokens are spread differently, and each block may have its own table. As they
-    are, when that is no longer: a stored length of all tokens says so."""
+    """One frame with a block for all gaps, and one for each other list: they are spread differently, and each block may have
+    its own table. As they are, when that is no longer: a stored length of all tokens says so."""
     stream = _zstd().compressor.compressobj()
     begin, frame, tokens = 0, [], packed.tokens.data
     for end in packed.ends[:-1]:
-        if end - begin >= _TOKENS_FOR_A_TABLE:
+        if min(end - begin, len(tokens) - end) >= _TOKENS_FOR_A_TABLE:
             frame += [stream.compress(tokens[begin:end]), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
             begin = end
     frame += [stream.compress(tokens[begin:]), stream.flush()]
@@ -229,12 +231,11 @@ def _take_thresholds(payload: memoryview, element_bytes: int) -> tuple[int, ...]
     layout, num = payload[0], payload[1]
     expect(layout == LAYOUT, f"layout {layout} of steps-zstd; this reader knows {LAYOUT}")
     expect(num <= MAX_THRESHOLDS, f"{num} thresholds; {MAX_THRESHOLDS} are the most")
-    expect(len(payload) >= 2 + 4 * num, f"it ends after {len(payload)} bytes, within its {num} thresholds")
-    thresholds: tuple[int, ...] = struct.unpack_from(f"<{num}I", payload, 2)
-    bounds = (0, *thresholds, 1 << 8 * element_bytes - 1)
-    ascend = all(low < high for low, high in itertools.pairwise(bounds))
-    expect(ascend, f"thresholds {list(thresholds)} for elements of {element_bytes} bytes")
-    return thresholds
+    expect(len(payload) >= 2 + num, f"it ends after {len(payload)} bytes, within its {num} thresholds")
+    keys, most = tuple(payload[2 : 2 + num]), min(255, (1 << 8 * element_bytes - 1) - 1)
+    ascend = all(low < high for low, high in itertools.pairwise((0, *keys, most + 1)))
+    expect(ascend, f"thresholds {list(keys)} for elements of {element_bytes} bytes")
+    return tuple(key << key_shift(element_bytes) for key in keys)
 
 
 class _Zstd(threading.local):

@@ -5,19 +5,20 @@
 
 /* ---- numbers as tokens and bits -------------------------------------------------------------------------------------- */
 
-/* Below 16: the token is the number. Above: 4 tokens for each power of two, the bits below the two after the leading one apart,
- * lowest first. Without branches, as nothing about the next number can be predicted. Returns how many bits were written;
- * `bits` has room for 4 bytes a number and 8 more, all of which may be written to. */
-static uint64_t tokenise(const uint32_t *numbers, uint64_t n, uint8_t *tokens, uint8_t *bits) {
+/* The token is that of the number without its lowest `shift` bits. Below 16: the token is that number. Above: 4 tokens for each power
+ * of two. The bits of the number that its token does not say are apart, lowest first. Without branches, as nothing about the
+ * next number can be predicted. Returns how many bits were written; `bits` has room for 4 bytes a number and 8 more, all of
+ * which may be written to. */
+static uint64_t tokenise(const uint32_t *numbers, uint64_t n, unsigned shift, uint8_t *tokens, uint8_t *bits) {
     uint64_t pool = 0, total = 0;
     unsigned held = 0;
     for (uint64_t i = 0; i < n; i++) {
-        const uint32_t number = numbers[i];
-        const unsigned width = 31u - (unsigned)__builtin_clz(number | 1u);
-        const int is_small = number < 16;
-        const unsigned low = is_small ? 0 : width - 2;
-        const unsigned large = 16 + (width - 4) * 4 + ((number >> low) & 3);
-        tokens[i] = (uint8_t)(is_small ? number : large);
+        const uint32_t number = numbers[i], upper = number >> shift;
+        const unsigned width = 31u - (unsigned)__builtin_clz(upper | 1u);
+        const int is_small = upper < 16;
+        const unsigned below = is_small ? 0 : width - 2, low = below + shift;
+        const unsigned large = 16 + (width - 4) * 4 + ((upper >> below) & 3);
+        tokens[i] = (uint8_t)(is_small ? upper : large);
         pool |= (number & ((UINT64_C(1) << low) - 1)) << held;
         held += low;
         total += low;
@@ -29,21 +30,23 @@ static uint64_t tokenise(const uint32_t *numbers, uint64_t n, uint8_t *tokens, u
     return total;
 }
 
-/* The inverse. Returns bits used; -1 when a token is none of tokenise's or there are too few bits. */
-static int64_t detokenise(const uint8_t *tokens, uint64_t n, const uint8_t *bits, uint64_t num_bytes, uint32_t *numbers) {
-    uint64_t used = 0;
+/* The inverse. Returns bits used; -1 when a token or a number is none of tokenise's or there are too few bits. */
+static int64_t detokenise(const uint8_t *tokens, uint64_t n, unsigned shift, const uint8_t *bits, uint64_t num_bytes,
+                          uint32_t *numbers) {
+    uint64_t used = 0, all = 0;
     for (uint64_t i = 0; i < n; i++) {
         const unsigned token = tokens[i];
         const int is_small = token < 16;
-        const unsigned width = is_small ? 0 : (token - 16) / 4 + 4, low = is_small ? 0 : width - 2;
+        const unsigned low = (is_small ? 0 : (token - 16) / 4 + 2) + shift; /* at most 50: a pool has 57 */
         if (token > 127 || used + low > 8 * num_bytes) return -1;
-        const uint64_t at = used >> 3;
+        const uint64_t at = used >> 3, leading = is_small ? token : 4 + (token & 3);
         const uint64_t pool = (at + 8 <= num_bytes ? load_u64(bits + at) : load_some(bits + at, num_bytes - at)) >> (used & 7);
-        const uint32_t large = (uint32_t)((4u + (token & 3u)) << low | (pool & ((UINT64_C(1) << low) - 1)));
-        numbers[i] = is_small ? token : large;
+        const uint64_t number = leading << low | (pool & ((UINT64_C(1) << low) - 1));
+        numbers[i] = (uint32_t)number;
+        all |= number;
         used += low;
     }
-    return (int64_t)used;
+    return all > UINT32_MAX ? -1 : (int64_t)used;
 }
 
 /* ---- one unit in the last place is a bit, the rest are exceptions ----------------------------------------------------- */
@@ -89,10 +92,13 @@ static int steps_merge(const uint8_t *bits, uint64_t n, const uint32_t *gaps, co
 
 #define LISTS 3 /* gaps, and then all steps, or gaps of exceptions and exceptions */
 
-/* What the counts of one class say: changes; exceptions, or changes + 1 when nothing is split; and for each list 0, or, where
- * most of its numbers are 0, one more than it has others. */
+/* The count of a list is the shift of its tokens; or, where most of its numbers are 0, so much more than it has others. */
+#define MAX_SHIFT 21
+static const uint64_t sparse_from[LISTS] = {MAX_SHIFT + 1, 1, 1};
+
+/* What the counts of one class say: changes; exceptions, or changes + 1 when nothing is split; and the count of each list. */
 typedef struct {
-    uint64_t changes, exceptions, sparse[LISTS];
+    uint64_t changes, exceptions, lists[LISTS];
 } class_counts;
 
 static inline uint64_t list_size(const class_counts *of, int list) {
@@ -107,9 +113,8 @@ static inline uint64_t direction_bytes(const class_counts *of) {
 
 typedef struct {
     uint8_t *counts, *tokens, *bits;
-    uint64_t *ends; /* of each list's tokens, from the first token on */
+    uint64_t *ends; /* of stretches of tokens, from the first token on */
     const uint8_t *first_token;
-    uint32_t *scratch;
 } packing;
 
 static void put_count(packing *to, uint64_t number) {
@@ -117,23 +122,37 @@ static void put_count(packing *to, uint64_t number) {
     *to->counts++ = (uint8_t)number;
 }
 
-static void pack_plain(packing *to, const uint32_t *numbers, uint64_t n) {
-    if (!n) return;
-    to->bits += (tokenise(numbers, n, to->tokens, to->bits) + 7) / 8;
-    to->tokens += n;
-    *to->ends++ = (uint64_t)(to->tokens - to->first_token);
+/* A stretch of tokens, unless there were none since `tokens`, ends here. */
+static void put_end(packing *to, const uint8_t *tokens) {
+    if (to->tokens > tokens) *to->ends++ = (uint64_t)(to->tokens - to->first_token);
 }
 
-static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n) {
+/* For a mean of 2.8 to 5.6 without so many bits: all lists then have tokens of nearly one distribution. */
+static unsigned shift_of(const uint32_t *numbers, uint64_t n) {
+    uint64_t sum = 0;
+    unsigned shift = 0;
+    for (uint64_t i = 0; i < n; i++) sum += numbers[i];
+    while (shift < MAX_SHIFT && 8 * sum > (45 * n) << shift) shift++;
+    return shift;
+}
+
+static void pack_plain(packing *to, const uint32_t *numbers, uint64_t n, unsigned shift) {
+    to->bits += (tokenise(numbers, n, shift, to->tokens, to->bits) + 7) / 8;
+    to->tokens += n;
+}
+
+/* `scratch`: n. */
+static void pack_list(packing *to, int list, const uint32_t *numbers, uint64_t n, uint32_t *scratch) {
     uint64_t others = 0;
     if (!n) return;
     for (uint64_t i = 0; i < n; i++) others += numbers[i] != 0;
     if (2 * others >= n) {
-        put_count(to, 0);
-        pack_plain(to, numbers, n);
+        const unsigned shift = list == 0 ? shift_of(numbers, n) : 0;
+        put_count(to, shift);
+        pack_plain(to, numbers, n, shift);
         return;
     }
-    uint32_t *gaps = to->scratch, *rest = gaps + others;
+    uint32_t *gaps = scratch, *rest = gaps + others;
     uint64_t last = 0, k = 0;
     for (uint64_t i = 0; i < n; i++) {
         if (!numbers[i]) continue;
@@ -141,41 +160,46 @@ static void pack_numbers(packing *to, const uint32_t *numbers, uint64_t n) {
         rest[k++] = numbers[i] - 1;
         last = i + 1;
     }
-    put_count(to, others + 1);
-    pack_plain(to, gaps, others);
-    pack_plain(to, rest, others);
+    put_count(to, others + sparse_from[list]);
+    pack_plain(to, gaps, others, 0);
+    pack_plain(to, rest, others, 0);
 }
 
-static void pack_class(packing *to, const uint32_t *gaps, const uint32_t *values, uint64_t n, uint32_t *numbers) {
+static void pack_values(packing *to, const uint32_t *values, uint64_t n, uint32_t *numbers) {
+    const uint8_t *tokens = to->tokens;
     uint64_t exceptions = 0;
-    put_count(to, n);
     if (!n) return;
     for (uint64_t i = 0; i < n; i++) exceptions += values[i] > 2;
-    to->scratch = numbers + 2 * n;
     if (2 * exceptions > n) {
         put_count(to, n + 1);
-        pack_numbers(to, gaps, n);
         for (uint64_t i = 0; i < n; i++) numbers[i] = values[i] - 1;
-        pack_numbers(to, numbers, n);
+        pack_list(to, 1, numbers, n, numbers + n);
+        put_end(to, tokens);
         return;
     }
     put_count(to, exceptions);
-    const uint64_t bytes = (n - exceptions + 7) / 8;
     steps_split(values, n, to->bits, numbers, numbers + n);
-    to->bits += bytes;
-    pack_numbers(to, gaps, n);
-    pack_numbers(to, numbers, exceptions);
-    pack_numbers(to, numbers + n, exceptions);
+    to->bits += (n - exceptions + 7) / 8;
+    pack_list(to, 1, numbers, exceptions, numbers + 2 * n);
+    put_end(to, tokens);
+    tokens = to->tokens;
+    pack_list(to, 2, numbers + n, exceptions, numbers + 2 * n);
+    put_end(to, tokens);
 }
 
-/* The changes of all classes (addresses of their lists in `gaps` and `values`) as counts, tokens, and bits. `ends`: of each list of
- * tokens; room for 6 a class. `counts`: 50 bytes a class. For N changes in all, of which the largest class has n: `numbers`: 3n for
- * scratch; `tokens`: 3N; `bits`: 13N + 32 a class. `sizes`: bytes of counts, lists of tokens, bytes of bits. */
+/* The changes of all classes (addresses of their lists in `gaps` and `values`) as counts, tokens, and bits. `ends`: of stretches of
+ * tokens, the first one being all lists of gaps, and each other list one; room for 1 and 2 a class. `counts`: 50 bytes a class. For
+ * N changes in all, of which the largest class has n: `numbers`: 3n for scratch; `tokens`: 3N; `bits`: 13N + 32 a class. `sizes`:
+ * bytes of counts, stretches of tokens, bytes of bits. */
 void steps_pack(int classes, const uint64_t *changes, const uint64_t *gaps, const uint64_t *values, uint32_t *numbers,
                 uint8_t *counts, uint8_t *tokens, uint64_t *ends, uint8_t *bits, uint64_t *sizes) {
-    packing to = {counts, tokens, bits, ends, tokens, numbers};
-    for (int c = 0; c < classes; c++)
-        pack_class(&to, (const uint32_t *)(uintptr_t)gaps[c], (const uint32_t *)(uintptr_t)values[c], changes[c], numbers);
+    packing to = {counts, tokens, bits, ends, tokens};
+    for (int c = 0; c < classes; c++) {
+        put_count(&to, changes[c]);
+        pack_list(&to, 0, (const uint32_t *)(uintptr_t)gaps[c], changes[c], numbers);
+    }
+    put_end(&to, tokens);
+    for (int c = 0; c < classes; c++) pack_values(&to, (const uint32_t *)(uintptr_t)values[c], changes[c], numbers);
     sizes[0] = (uint64_t)(to.counts - counts);
     sizes[1] = (uint64_t)(to.ends - ends);
     sizes[2] = (uint64_t)(to.bits - bits);
@@ -200,18 +224,12 @@ static int take_count(const uint8_t *payload, uint64_t length, uint64_t *at, uin
     return TOO_MANY;
 }
 
-static int take_class(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t most, class_counts *of,
-                      uint64_t *tokens) {
-    int refused = take_count(payload, length, at, most, &of->changes);
-    if (refused || !of->changes) return refused;
-    if ((refused = take_count(payload, length, at, of->changes + 1, &of->exceptions))) return refused;
-    for (int list = 0; list < LISTS; list++) {
-        const uint64_t size = list_size(of, list);
-        if (!size) continue;
-        if ((refused = take_count(payload, length, at, size + 1, of->sparse + list))) return refused;
-        *tokens += of->sparse[list] ? 2 * (of->sparse[list] - 1) : size;
-    }
-    return 0;
+static int take_list(const uint8_t *payload, uint64_t length, uint64_t *at, class_counts *of, int list, uint64_t *tokens) {
+    const uint64_t size = list_size(of, list), from = sparse_from[list];
+    if (!size) return 0;
+    const int refused = take_count(payload, length, at, size + from, of->lists + list);
+    *tokens += of->lists[list] < from ? size : 2 * (of->lists[list] - from);
+    return refused;
 }
 
 /* The counts of a segment that begins at `*at` (moved behind them): of all classes into `of`; `found`: elements of the segment,
@@ -224,9 +242,16 @@ int steps_counts(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t
     if (refused) return refused;
     if (most_changes > found[0]) most_changes = found[0];
     for (int c = 0; c < classes; c++) {
-        if ((refused = take_class(payload, length, at, most_changes - found[1], of + c, found + 3))) return refused;
+        if ((refused = take_count(payload, length, at, most_changes - found[1], &of[c].changes))) return refused;
+        if ((refused = take_list(payload, length, at, of + c, 0, found + 3))) return refused;
         found[1] += of[c].changes;
         if (of[c].changes > found[2]) found[2] = of[c].changes;
+    }
+    for (int c = 0; c < classes; c++) {
+        if (!of[c].changes) continue;
+        if ((refused = take_count(payload, length, at, of[c].changes + 1, &of[c].exceptions))) return refused;
+        for (int list = 1; list < LISTS; list++)
+            if ((refused = take_list(payload, length, at, of + c, list, found + 3))) return refused;
     }
     if (found[3] && (refused = take_count(payload, length, at, found[3], found + 4))) return refused;
     if (found[4] > length - *at) return ENDS_EARLY;
@@ -235,24 +260,24 @@ int steps_counts(const uint8_t *payload, uint64_t length, uint64_t *at, uint64_t
 
 typedef struct {
     const uint8_t *tokens, *bits, *end;
-    uint32_t *scratch;
 } unpacking;
 
-static int unpack_plain(unpacking *from, uint64_t n, uint32_t *numbers) {
-    const int64_t used = detokenise(from->tokens, n, from->bits, (uint64_t)(from->end - from->bits), numbers);
+static int unpack_plain(unpacking *from, uint64_t n, unsigned shift, uint32_t *numbers) {
+    const int64_t used = detokenise(from->tokens, n, shift, from->bits, (uint64_t)(from->end - from->bits), numbers);
     if (used < 0) return NO_LIST;
     from->tokens += n;
     from->bits += (used + 7) / 8;
     return 0;
 }
 
-/* The inverse of pack_numbers. */
-static int unpack_numbers(unpacking *from, uint64_t n, uint64_t sparse, uint32_t *numbers) {
+/* The inverse of pack_list. `scratch`: 2 for each number. */
+static int unpack_list(unpacking *from, const class_counts *of, int list, uint32_t *scratch, uint32_t *numbers) {
+    const uint64_t n = list_size(of, list), count = of->lists[list];
     if (!n) return 0;
-    if (!sparse) return unpack_plain(from, n, numbers);
-    const uint64_t others = sparse - 1;
-    uint32_t *first = from->scratch, *second = first + others;
-    if (unpack_plain(from, others, first) || unpack_plain(from, others, second)) return NO_LIST;
+    if (count < sparse_from[list]) return unpack_plain(from, n, (unsigned)count, numbers);
+    const uint64_t others = count - sparse_from[list];
+    uint32_t *first = scratch, *second = first + others;
+    if (unpack_plain(from, others, 0, first) || unpack_plain(from, others, 0, second)) return NO_LIST;
     memset(numbers, 0, n * sizeof *numbers);
     uint64_t place = 0;
     for (uint64_t k = 0; k < others; k++, place++) {
@@ -263,26 +288,22 @@ static int unpack_numbers(unpacking *from, uint64_t n, uint64_t sparse, uint32_t
     return 0;
 }
 
-/* The inverse of pack_class. `scratch`: 4 for each change. */
-static int unpack_class(unpacking *from, const class_counts *of, uint32_t largest, uint32_t *scratch, uint32_t *gaps,
-                        uint32_t *values) {
+/* The inverse of pack_values. `scratch`: 4 for each change. */
+static int unpack_values(unpacking *from, const class_counts *of, uint32_t largest, uint32_t *scratch, uint32_t *values) {
     const uint64_t n = of->changes, bytes = direction_bytes(of);
-    const uint8_t *directions = from->bits;
-    if (bytes > (uint64_t)(from->end - from->bits)) return ENDS_EARLY;
-    from->bits += bytes;
-    from->scratch = scratch;
-    if (unpack_numbers(from, n, of->sparse[0], gaps)) return NO_LIST;
     if (of->exceptions > n) {
-        if (unpack_numbers(from, n, of->sparse[1], values)) return NO_LIST;
+        if (unpack_list(from, of, 1, scratch, values)) return NO_LIST;
         for (uint64_t i = 0; i < n; i++) {
             if (values[i] >= largest) return NO_LIST;
             values[i]++;
         }
         return 0;
     }
+    const uint8_t *directions = from->bits;
+    if (bytes > (uint64_t)(from->end - from->bits)) return ENDS_EARLY;
+    from->bits += bytes;
     uint32_t *places = scratch + 2 * n, *rest = places + n;
-    if (unpack_numbers(from, of->exceptions, of->sparse[1], places)) return NO_LIST;
-    if (unpack_numbers(from, of->exceptions, of->sparse[2], rest)) return NO_LIST;
+    if (unpack_list(from, of, 1, scratch, places) || unpack_list(from, of, 2, scratch, rest)) return NO_LIST;
     return steps_merge(directions, n, places, rest, of->exceptions, largest, values) ? NO_LIST : 0;
 }
 
@@ -292,13 +313,15 @@ static int unpack_class(unpacking *from, const class_counts *of, uint32_t larges
 int steps_unpack(const uint8_t *payload, uint64_t length, uint64_t *at, int classes, const class_counts *of,
                  const uint8_t *tokens, uint32_t largest, uint32_t *scratch, uint32_t *gaps, uint32_t *values,
                  uint64_t *ends) {
-    unpacking from = {tokens, payload + *at, payload + length, scratch};
+    unpacking from = {tokens, payload + *at, payload + length};
     uint64_t done = 0;
+    int refused;
     for (int c = 0; c < classes; c++) {
-        const int refused = unpack_class(&from, of + c, largest, scratch, gaps + done, values + done);
-        if (refused) return refused;
+        if ((refused = unpack_list(&from, of + c, 0, scratch, gaps + done))) return refused;
         ends[c] = done += of[c].changes;
     }
+    for (int c = 0; c < classes; c++)
+        if ((refused = unpack_values(&from, of + c, largest, scratch, values + ends[c] - of[c].changes))) return refused;
     *at = (uint64_t)(from.bits - payload);
     return 0;
 }

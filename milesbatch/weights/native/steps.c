@@ -19,6 +19,7 @@
 #define CLASSES (MAX_THRESHOLDS + 1)
 #define AHEAD 2048 /* bytes */
 #define CHUNK 4096 /* elements whose changes are found first and made then */
+#define KINDS 8    /* of changes: none, and steps of 1, 2, ... bits; the last one has all larger ones */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_X86 1
@@ -292,30 +293,44 @@ void steps_apply(int bytes, void *elements, uint64_t n, const uint32_t *threshol
 
 /* ---- where classes begin ---------------------------------------------------------------------------------------------- */
 
-static double entropy_bits(double n, double k) {
-    double share = (k + 0.5) / (n + 1.0);
-    return -(k * log2(share) + (n - k) * log2(1 - share));
+/* Of which k of n elements change, and by how much, with so many changes of each kind. */
+static double entropy_bits(double n, const double *begin, const double *end) {
+    double k = 0, bits = 0;
+    for (int kind = 1; kind < KINDS; kind++) {
+        const double of_kind = end[kind] - begin[kind];
+        k += of_kind;
+        if (of_kind > 0) bits -= of_kind * log2(of_kind);
+    }
+    if (k > 0) bits += k * log2(k);
+    const double share = (k + 0.5) / (n + 1.0);
+    return bits - (k * log2(share) + (n - k) * log2(1 - share));
 }
 
-/* First keys (of 256) of the second and later classes, so that positions and classes cost the fewest bits; returns how many, at
- * most `most`. `weight`: elements of the tensor for each that was counted. Dynamic programming over the keys that occur. */
-int steps_cut(const uint64_t *elements, const uint64_t *changes, double weight, double bits_for_a_class, int most,
-              uint32_t *cuts) {
-    double total_n[257] = {0}, total_k[257] = {0}, best[MAX_THRESHOLDS + 1][257];
-    int keys[256], from[MAX_THRESHOLDS + 1][257], num = 0;
-    for (int key = 0; key < 256; key++) {
-        if (!elements[key]) continue;
-        keys[num] = key;
-        total_n[num + 1] = total_n[num] + weight * (double)elements[key];
-        total_k[num + 1] = total_k[num] + weight * (double)changes[key];
-        num++;
+/* First keys (of 256) of the second and later classes, so that positions, steps and classes cost the fewest bits; returns how many,
+ * at most `most`. `counts`: as of steps_count; each that was counted stands for `weight` elements. Dynamic programming over the
+ * keys that occur; neighbours without any change are one. */
+int steps_cut(const uint64_t *counts, double weight, double bits_for_a_class, int most, uint32_t *cuts) {
+    double total[257][KINDS] = {{0}}, elements[257] = {0}, best[MAX_THRESHOLDS + 1][257];
+    int keys[256], from[MAX_THRESHOLDS + 1][257], num = 0, was_changed = 1;
+    for (int key = 0; key < 256; key++, counts += KINDS) {
+        uint64_t of_key = 0;
+        for (int kind = 0; kind < KINDS; kind++) of_key += counts[kind];
+        if (!of_key) continue;
+        const int is_changed = of_key > counts[0];
+        if (is_changed || was_changed) {
+            keys[num++] = key;
+            memcpy(total[num], total[num - 1], sizeof *total);
+            elements[num] = elements[num - 1];
+        }
+        for (int kind = 1; kind < KINDS; kind++) total[num][kind] += weight * (double)counts[kind];
+        elements[num] += weight * (double)of_key;
+        was_changed = is_changed;
     }
-    if (num == 0 || total_k[num] == 0) return 0;
+    if (num == 0 || (num == 1 && !was_changed)) return 0;
     double cost[num][num + 1]; /* of one class that holds the keys from begin up to, without, end */
     for (int begin = 0; begin < num; begin++)
         for (int end = begin + 1; end <= num; end++)
-            cost[begin][end] = bits_for_a_class +
-                               entropy_bits(total_n[end] - total_n[begin], total_k[end] - total_k[begin]);
+            cost[begin][end] = bits_for_a_class + entropy_bits(elements[end] - elements[begin], total[begin], total[end]);
     int classes = 0;
     for (int end = 1; end <= num; end++) best[0][end] = cost[0][end];
     for (int c = 1; c <= most && c < num; c++) {
@@ -343,23 +358,31 @@ int steps_cut(const uint64_t *elements, const uint64_t *changes, double weight, 
         const uint##BITS##_t *old = before, *new = after;                                                               \
         const uint##BITS##_t sign_off = (uint##BITS##_t)(((uint##BITS##_t)~(uint##BITS##_t)0) >> 1);                    \
         for (uint64_t begin = 0; begin < n; begin += stride)                                                            \
-            for (uint64_t i = begin; i < n && i < begin + run; i++)                                                     \
-                both[i & 3][((old[i] & sign_off) >> shift) & 255u] += 1 + ((uint64_t)(old[i] != new[i]) << 32);         \
+            for (uint64_t i = begin; i < n && i < begin + run; i++) {                                                   \
+                const unsigned key = ((old[i] & sign_off) >> shift) & 255u;                                             \
+                if (old[i] == new[i])                                                                                   \
+                    same[i & 3][key]++;                                                                                 \
+                else                                                                                                    \
+                    counts[key * KINDS + kind_of(ZIGZAG((uint##BITS##_t)(new[i] - old[i]), BITS, uint##BITS##_t))]++;   \
+            }                                                                                                           \
     }
 
-/* Adds to `elements` and `changes` (256 each), by the 8 highest bits below the sign, the first `run` elements of every `stride`; fewer
- * than 2^32 in all. */
+/* How many bits the size of a step has that is not 0, the most at most. */
+static inline unsigned kind_of(uint32_t zigzag) {
+    const unsigned bits = 32u - (unsigned)__builtin_clz((zigzag >> 1) + (zigzag & 1u));
+    return bits < KINDS ? bits : KINDS - 1;
+}
+
+/* Adds to `counts`, of shape [256, KINDS], by the 8 highest bits below the sign and the kind of change, the first `run` elements of every
+ * `stride`. */
 void steps_count(int bytes, const void *before, const void *after, uint64_t n, uint64_t run, uint64_t stride, int shift,
-                 uint64_t *elements, uint64_t *changes) {
-    uint64_t both[4][256] = {{0}}; /* elements, and changes in the upper half */
+                 uint64_t *counts) {
+    uint64_t same[4][256] = {{0}};
     switch (bytes) {
     case 1: COUNT_LOOP(8) break;
     case 2: COUNT_LOOP(16) break;
     default: COUNT_LOOP(32) break;
     }
     for (int key = 0; key < 256; key++)
-        for (int table = 0; table < 4; table++) {
-            elements[key] += both[table][key] & UINT32_MAX;
-            changes[key] += both[table][key] >> 32;
-        }
+        for (int table = 0; table < 4; table++) counts[key * KINDS] += same[table][key];
 }

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from milesbatch.weights import kernel_choice
-from milesbatch.weights.kernels import ClassChanges, Kernels, PackedSegment, RefusedError, SegmentChanges, joined
+from milesbatch.weights.kernels import (
+    MAX_SHIFT,
+    NUM_KEYS,
+    NUM_KINDS,
+    ClassChanges,
+    Kernels,
+    PackedSegment,
+    RefusedError,
+    SegmentChanges,
+    joined,
+)
 from milesbatch.weights.kernels_native import NativeKernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
 from milesbatch.weights.payload import varint
@@ -74,14 +84,18 @@ def test_more_changes_than_the_capacity_are_refused(tested: Kernels) -> None:
     assert tested.scanner(np.empty(0, np.uint32), 640).feed(old, new)
 
 
-def test_counts_by_magnitude(tested: Kernels) -> None:
+def test_counts_by_magnitude_and_size_of_the_step(tested: Kernels) -> None:
     for dtype in DTYPES:
         old, new = _pair(dtype, 5000, 0.1, seed=2)
-        elements, changes = tested.count(old, new, 100, 100)
-        assert elements.sum() == 5000 and changes.sum() == np.count_nonzero(old != new)
+        counts = tested.count(old, new, 100, 100)
+        assert counts.sum() == 5000 and counts[:, 1:].sum() == np.count_nonzero(old != new)
         for run, stride in ((100, 100), (64, 999), (5001, 5001), (1, 4999)):
             found, expected = tested.count(old, new, run, stride), NumpyKernels().count(old, new, run, stride)
-            assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+            assert found.shape == (NUM_KEYS, NUM_KINDS) and np.array_equal(found, expected)
+        steps = [0, 1, -1, 2, -3, 4, 63, -64, 127, -128]
+        zeros = np.zeros(len(steps), dtype)
+        kinds = tested.count(zeros, np.array(steps).astype(dtype), 1000, 1000)[0]
+        assert kinds.tolist() == [1, 2, 2, 1, 0, 0, 1, 3]
 
 
 def _tuples(packed: PackedSegment) -> list[object]:
@@ -117,6 +131,8 @@ def _lists() -> Iterator[ClassChanges]:
         yield ClassChanges(numbers[:count].copy(), np.full(count, 2, np.uint32))
         yield ClassChanges(np.zeros(count, np.uint32), np.maximum(numbers[:count], 1).astype(np.uint32))
     yield ClassChanges((rng.random(999) < 0.1).astype(np.uint32) * 7, np.ones(999, np.uint32))  # most gaps are 0
+    for mean in (2, 5, 6, 90, 5000, 1 << 20, (1 << 22) - 1, 1 << 30):  # each with a shift of its own
+        yield ClassChanges(rng.integers(0, 2 * mean, 300).astype(np.uint32), np.ones(300, np.uint32))
     for share in (0.0, 0.1, 0.5, 0.501, 0.9, 1.0):  # of exceptions
         values = np.where(rng.random(1000) < share, rng.integers(3, 400, 1000), rng.integers(1, 3, 1000))
         yield ClassChanges(rng.integers(0, 90, 1000).astype(np.uint32), values.astype(np.uint32))
@@ -162,19 +178,61 @@ def test_lists_that_nothing_packs_to_are_refused(tested: Kernels) -> None:
     assert refused > 50
 
 
+def test_gaps_of_all_classes_have_tokens_of_one_distribution(tested: Kernels) -> None:
+    """However seldom a class changes: what is above a mean of 5.6 goes to the bits."""
+    rng = np.random.default_rng(8)
+    ones = np.ones(2000, np.uint32)
+    means = (6, 60, 600, 6000, 60_000)
+    segment = [ClassChanges((rng.geometric(1 / mean, 2000) - 1).astype(np.uint32), ones) for mean in means]
+    packed = tested.pack(segment)
+    assert packed.ends == (10_000,) and packed.tokens.size == 10_000
+    shares = [np.bincount(tokens, minlength=40)[:40] / 2000 for tokens in np.split(packed.tokens, 5)]
+    assert max(np.abs(share - shares[0]).max() for share in shares) < 0.15
+    counts = tested.counts(_payload(packed), 0, 5, ELEMENTS, ELEMENTS)
+    assert counts.classes[:, 2].tolist() == [0, 4, 7, 11, 14]
+    largest = tested.pack([ClassChanges(np.full(2, 2**32 - 1, np.uint32), ones[:2])])
+    assert tested.counts(_payload(largest), 0, 1, ELEMENTS, ELEMENTS).classes[0, 2] == MAX_SHIFT
+
+
+def test_numbers_of_more_than_32_bits_are_refused(tested: Kernels) -> None:
+    """A token, and a shift that takes it beyond."""
+    for token, shift, fits in ((127, 0, True), (127, 1, False), (43, 21, True), (44, 21, False), (2, 21, True)):
+        width = shift + (token // 4 - 2 if token >= 16 else 0)
+        bits = np.zeros((width + 7) // 8, np.uint8)
+        payload = np.frombuffer(varint(ELEMENTS) + bytes([1, shift, 0, 1, token]) + bits.tobytes() + b"\0", np.uint8)
+        if fits:
+            leading = token if token < 16 else 4 + token % 4
+            assert _unpack(tested, payload, 1, 65535).gaps.tolist() == [leading << width]
+        else:
+            with pytest.raises(RefusedError, match="lists that no changes give"):
+                _unpack(tested, payload, 1, 65535)
+
+
 def test_classes_begin_where_they_save_most(tested: Kernels) -> None:
     rng = np.random.default_rng(4)
     for seed in range(30):
-        elements, changes = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
-        keys = rng.choice(256, int(rng.integers(1, 60)), replace=False)
-        elements[keys] = rng.integers(1, 10_000, keys.size)
-        changes[keys] = rng.integers(0, elements[keys] + 1) if seed else 0
+        counts = np.zeros((NUM_KEYS, NUM_KINDS), np.uint64)
+        keys = rng.choice(NUM_KEYS, int(rng.integers(1, 60)), replace=False)
+        counts[keys, 0] = rng.integers(1, 10_000, keys.size)
+        changed = keys[rng.random(keys.size) < 0.7] if seed else keys[:0]
+        counts[changed, 1:] = rng.integers(0, 3000, (changed.size, NUM_KINDS - 1)) >> np.arange(NUM_KINDS - 1)
         for most in (0, 1, 4, 7):
-            cuts = tested.cut(elements, changes, 32.0, 300.0, most)
-            expected = NumpyKernels().cut(elements, changes, 32.0, 300.0, most)
+            cuts = tested.cut(counts, 32.0, 300.0, most)
+            expected = NumpyKernels().cut(counts, 32.0, 300.0, most)
             assert cuts.tolist() == expected.tolist()
             assert len(cuts) <= most and np.all(np.diff(cuts.astype(int)) > 0)
-            assert all(elements[key] for key in cuts) and 0 not in np.searchsorted(np.sort(keys), cuts)
+            assert all(counts[key].any() for key in cuts) and 0 not in np.searchsorted(np.sort(keys), cuts)
+    assert tested.cut(np.zeros_like(counts), 32.0, 300.0, 7).size == 0
+
+
+def test_classes_are_cut_where_steps_differ_too(tested: Kernels) -> None:
+    """Elements that change equally often, but the smaller ones by many units."""
+    counts = np.zeros((NUM_KEYS, NUM_KINDS), np.uint64)
+    counts[100:120, 0] = 1000
+    counts[100:107, 5] = counts[107:120, 1] = 300
+    assert tested.cut(counts, 1.0, 100.0, 4).tolist() == [107]
+    counts[100:107, 1], counts[100:107, 5] = 300, 0
+    assert tested.cut(counts, 1.0, 100.0, 4).size == 0
 
 
 def test_changes_of_other_elements_stay_within_the_array(tested: Kernels) -> None:
