@@ -29,7 +29,7 @@ import numpy as np
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.weights.codec import FEW, STEP_BYTES, Encoded, PayloadError, apply, open_change
 from milesbatch.weights.kernel_choice import kernels
-from milesbatch.weights.kernels import NUM_KEYS, Bytes, ClassChanges, Counts, Numbers, key_shift
+from milesbatch.weights.kernels import NUM_KEYS, NUM_KINDS, Bytes, ClassChanges, Counts, Numbers, key_shift
 from milesbatch.weights.steps import SAMPLE_RUN, encode_parts, place_thresholds, sample_stride
 from milesbatch.weights.tensors import own_stream
 
@@ -51,7 +51,7 @@ class DriftError(CorruptArtefactError):
 
 def crossed_bytes(changed: int) -> int:
     """Bytes that come from the device for a tensor with so many changes: the sample's counts, places and steps."""
-    return 2 * NUM_KEYS * 8 + 8 * changed
+    return NUM_KEYS * NUM_KINDS * 4 + 8 * changed
 
 
 def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: Bytes) -> tuple[Encoded, Bytes] | None:
@@ -72,7 +72,7 @@ def encode_on_device(name: str, old: torch.Tensor, new: torch.Tensor, before: By
         return None
     with _turn(new.device):
         pair = _Pair(_bits(old), _bits(new))
-        found = encode_parts(pair.size, pair.thresholds(), pair.scan, kernels())
+        found = encode_parts(pair.size, pair.width, pair.thresholds(), pair.scan, kernels())
     if found is None:
         return None
     payload, changed = found
@@ -108,21 +108,22 @@ class _Pair:
 
     def thresholds(self) -> Numbers:
         """As the codec chooses them: from the same sample, counted on the device."""
-        elements, changes = self._count(SAMPLE_RUN, sample_stride(self.size))
-        return place_thresholds(elements, changes, self.size, self.width, kernels())
+        counts = self._count(SAMPLE_RUN, sample_stride(self.size))
+        return place_thresholds(counts, self.size, self.width, kernels())
 
-    def _count(self, run: int, stride: int) -> tuple[Counts, Counts]:
+    def _count(self, run: int, stride: int) -> Counts:
         import torch
 
-        starts = torch.arange(0, self.size, stride, device=self.new.device)
-        places = (starts[:, None] + torch.arange(run, device=self.new.device)).reshape(-1)
+        device = self.new.device
+        starts = torch.arange(0, self.size, stride, device=device)
+        places = (starts[:, None] + torch.arange(run, device=device)).reshape(-1)
         places = places[places < self.size]
         before, after = self.old[places], self.new[places]
         keys = _magnitudes(before) >> key_shift(self.width)
-        both = torch.stack([torch.bincount(keys, minlength=NUM_KEYS),
-                            torch.bincount(keys[before != after], minlength=NUM_KEYS)])  # fmt: skip
-        elements, changes = _to_host(both).astype(np.uint64)
-        return elements, changes
+        sizes = 1 << torch.arange(NUM_KINDS - 1, device=device)
+        kinds = torch.bucketize((after - before).long().abs(), sizes, right=True)
+        counts = torch.bincount(keys * NUM_KINDS + kinds, minlength=NUM_KEYS * NUM_KINDS)
+        return _to_host(counts.to(torch.int32)).astype(np.uint64).reshape(NUM_KEYS, NUM_KINDS)
 
     def scan(self, begin: int, stop: int, thresholds: Numbers, capacity: int) -> list[ClassChanges] | None:
         """Changes of each class among the elements from ``begin`` up to ``stop``; None: more than ``capacity``."""
