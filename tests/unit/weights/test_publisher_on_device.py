@@ -19,6 +19,7 @@ from milesbatch.records import WeightsManifest
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights import device_diff
 from milesbatch.weights import tensors as crossings
+from milesbatch.weights.device_diff import crossed_bytes
 from milesbatch.weights.draft import left_there, owned
 from milesbatch.weights.follower import Follower
 from milesbatch.weights.listing import verify
@@ -98,7 +99,7 @@ def test_only_changes_cross(layout: RunLayout, large: Make, tmp_path: Path) -> N
             changed = sum(entry.changed for entry in found.tensors)
             assert changed > 30_000 and found.parent == version - 1
             tiny = large(version)["norm"].nbytes  # less than the counts that would come
-            assert publisher.crossed_bytes == 8 * changed + 3 * 8192 + tiny < everything / 20
+            assert publisher.crossed_bytes == crossed_bytes(changed) + 2 * crossed_bytes(0) + tiny < everything / 20
     check_follows(layout, 4)
 
 
