@@ -86,15 +86,15 @@ class Evaluator:
             StoppedToContinue: told to stop; nothing was written.
             StorageError: weights cannot be read, or answers not be written; nothing counts.
         """
+        if self._generating is None:  # before the weights: what ends with a server's guard is then all there is
+            self._generating = self.prepare()
+        made = self._generating
         weights = self.follower.advance_to(version)
         if weights.weights_digest != weights_digest:
             raise StorageError(
                 f"policy version {version} was published again with other weights meanwhile",
                 mend="nothing: it is evaluated at the next look",
             )
-        if self._generating is None:
-            self._generating = self.prepare()
-        made = self._generating
         made.engine.activate(weights)
         started = datetime.now(UTC)
         episodes = made.runner.episodes(range(len(self.asking.held_out)))
