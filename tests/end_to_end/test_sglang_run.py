@@ -9,13 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from command import QUICK, Command, digests, events, fates, kill, milesbatch, wait_until
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from milesbatch.models.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny-sglang.yaml"
-PYTHON = f"rollout.sglang.python={ROOT / '.venv-sglang' / 'bin' / 'python'}"
+PYTHON_OF_SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
+PYTHON = f"rollout.sglang.python={PYTHON_OF_SGLANG}"
 pytestmark = pytest.mark.long
 
 
@@ -64,9 +70,7 @@ def check_sound(run: Path, cache: Path, count: int) -> None:
     assert len(digests(run)) == count + 1
     assert fates(run)
     for path in (run / "trajectories").glob("*.arrow"):
-        with pa.OSFile(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all().to_pylist()
-        for row in table:
+        for row in rows_of(path):
             check_row(row)
 
 
@@ -119,33 +123,173 @@ def test_it_learns_though_killed_at_random(cache: Path, tmp_path: Path) -> None:
     assert any("ended (killed by signal" in text or "generated nothing" in text for text in told), told
 
 
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("transport", ["delta", "both"])
-def test_the_trainers_logprobs_are_the_servers(cache: Path, tmp_path: Path, transport: str) -> None:
-    """A short run; the logprobs that the trainer computes under the version that drew a token are those of the server."""
-    run = tmp_path / "run"
-    ended = milesbatch(
-        "run",
-        QUICK,
-        "--run-dir",
-        run,
-        *("--set", "determinism=relaxed", "--set", "rollout.engine=sglang", "--set", PYTHON),
-        *("--set", "rollout.sglang.device=cpu", "--set", "rollout.sglang.max_total_tokens=4096"),
-        *("--set", "rollout.workers=1", "--set", "rollout.staleness=0", "--set", f"weights.transport={transport}"),
-        cache=cache,
+EVALUATION = """
+evaluation:
+  prompts: {kind: arithmetic, min_operand: 10, max_operand: 19}
+  num_prompts: 6
+  every_steps: 4
+  max_new_tokens: 8
+"""
+
+
+def shorter(place: Path, more: str = "", **rollout: Any) -> Path:
+    """The quick recipe with one worker that has a server on the CPU."""
+    path = place / "recipe.yaml"
+    section = {"workers": 1, "staleness": 0, "engine": "sglang", "sglang": {"device": "cpu", "max_total_tokens": 4096}}
+    section["sglang"] |= {"python": str(PYTHON_OF_SGLANG), **rollout}  # type: ignore[operator]
+    path.write_text(
+        f"extends: {QUICK}\nname: quick-sglang\ndeterminism: relaxed\nrollout: {json.dumps(section)}\n{more}"
     )
-    assert ended.code == 0, ended.err
-    check_nothing_left(run, {})
-    check_sound(run, cache, 8)
-    # Without staleness each step trains on what its own policy drew: whatever differs is the arithmetic of the two sides.
-    steps_seen = events(run, "trainer-0", "train_step")
-    assert len(steps_seen) == 8
-    for event in steps_seen:
+    return path
+
+
+def check_trainer_agrees(run: Path, count: int) -> None:
+    """Without staleness each step trains on what its own policy drew: what differs is the arithmetic of the two sides."""
+    seen = events(run, "trainer-0", "train_step")
+    assert len(seen) == count
+    for event in seen:
         assert event["metrics"]["lag_max"] == 0
         assert event["metrics"]["logprob_difference_max"] < 1e-5, event["metrics"]
         assert event["metrics"]["ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    with pa.OSFile(str(path)) as source:
+        return pa.ipc.open_file(source).read_all().to_pylist()  # type: ignore[no-any-return]
+
+
+def policy(run: Path, version: int, place: Path, cache: Path) -> Any:
+    """A policy version as transformers loads it."""
+    directory = place / f"version-{version}"
+    ended = milesbatch("weights", "materialize", run, "--version", str(version), "-o", directory, cache=cache)
+    assert ended.code == 0, ended.err
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def logprobs_of(model: Any, row: dict[str, Any]) -> list[float]:
+    ids = torch.tensor([row["tokens"]])
+    with torch.no_grad():
+        table = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0], dim=-1)
+    return table[:-1].gather(1, ids[0, 1:, None]).squeeze(1)[row["prompt_tokens"] - 1 :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("transport", "parallel"), [("delta", 1), ("both", 2)])
+def test_the_trainers_logprobs_are_the_servers(cache: Path, tmp_path: Path, transport: str, parallel: int) -> None:
+    """A short run with evaluation, split over two processes once; the logprobs that the trainer computes under the version
+    that drew a token are those of the server."""
+    run = tmp_path / "run"
+    recipe = shorter(tmp_path, EVALUATION + f"weights: {{transport: {transport}}}\n", tensor_parallel=parallel)
+    ended = milesbatch("run", recipe, "--run-dir", run, cache=cache)
+    assert ended.code == 0, ended.err
+    check_nothing_left(run, {})
+    check_sound(run, cache, 8)
+    check_trainer_agrees(run, 8)
     sources = {event["source"] for event in events(run, "rollout-0", "weights_activated")}
     assert sources == ({"files"} if transport == "delta" else {"files", "broadcast"})
+    check_evaluations(run, tmp_path, cache)
+    if transport == "delta":
+        check_evaluation_by_hand(run, cache)
+
+
+def check_evaluations(run: Path, place: Path, cache: Path) -> None:
+    """Each was answered by a server of the evaluator's own, with the weights of its version, greedily."""
+    texts = [event["text"] for event in events(run, "evaluation-0", "engine_server")]
+    assert sum("evaluation-0.server-0 is up" in text for text in texts) == 1, texts
+    assert [path.parent.name for path in sorted(run.glob("evaluations/*/*.json"))] == ["000000", "000004", "000008"]
+    for version in (4, 8):  # the first is retired by then
+        model = policy(run, version, place, cache)
+        (path,) = run.glob(f"evaluations/{version:06d}/*.arrow")
+        rows = rows_of(path)
+        assert len(rows) == 6
+        for row in rows:
+            check_row(row)
+            assert [span["version"] for span in row["versions"]] == [version]
+            found = row["logprobs"][row["prompt_tokens"] :]
+            assert found == pytest.approx(logprobs_of(model, row), abs=1e-5)
+
+
+def check_evaluation_by_hand(run: Path, cache: Path) -> None:
+    """What is missing is made again, and is what the run made."""
+    (path,) = run.glob("evaluations/000008/*.json")
+    before = json.loads(path.read_text())["figures"]
+    for file in (run / "evaluations" / "000008").iterdir():
+        file.unlink()
+    ended = milesbatch("evaluate", run, "--json", cache=cache)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("evaluating policy version") == 1
+    (path,) = run.glob("evaluations/000008/*.json")
+    after = json.loads(path.read_text())["figures"]
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}
+    check_nothing_left(run, {})
+    ended = milesbatch("evaluate", run, "--every", "1", "--url", "http://127.0.0.1:9/x", cache=cache)
+    assert ended.code == 2
+    assert "is not the address of a server" in ended.err
+
+
+@pytest.mark.timeout(1500)
+def test_experts_are_trained_sampled_and_recorded(cache: Path, tmp_path: Path) -> None:
+    """A mixture of experts: what the trainer publishes arrives in the server, and each token's experts are the router's."""
+    run = tmp_path / "run"
+    save_experts_model(tmp_path / "model")
+    (tmp_path / "evenness.py").write_text(
+        "def score(prompt, response):\n    return sum(c in '02468' for c in response) / (len(response) + 1)\n"
+    )
+    more = "model: {kind: pretrained, path: %s}\nsteps: 3\nenvironment: {reward: 'evenness:score'}\n" % (
+        tmp_path / "model"
+    )
+    recipe = shorter(tmp_path, more, routed_experts=True)
+    ended = milesbatch("run", recipe, "--run-dir", run, cache=cache, path=tmp_path)
+    assert ended.code == 0, ended.err
+    check_sound(run, cache, 3)
+    check_trainer_agrees(run, 3)
+    assert len(set(digests(run))) == 4, "it learns something in each step"
+    models = {version: policy(run, version, tmp_path, cache) for version in range(3)}
+    seen = set()
+    for path in sorted((run / "trajectories").glob("*.arrow")):
+        for row in rows_of(path):
+            version = row["versions"][0]["version"]
+            check_experts(models[version], row)
+            seen.add(version)
+    assert seen == {0, 1, 2}
+    shown = milesbatch("traj", "show", run, "--worst", "1", "--json", cache=cache)
+    assert shown.code == 0, shown.err
+    assert '"routed_experts": [' in shown.out
+
+
+def save_experts_model(directory: Path) -> None:
+    tokenizer = make_tokenizer("0123456789+-*= ", 64)
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def check_experts(model: Any, row: dict[str, Any]) -> None:
+    entries = [np.frombuffer(entry, "<u2").reshape(2, 2) for entry in row["routed_experts"]]
+    assert len(entries) == len(row["tokens"])
+    assert (entries.pop() == 65535).all(), "after the last token nothing was drawn"
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([row["tokens"]]), use_cache=False, output_router_logits=True)
+    best = torch.stack([layer.topk(2).indices for layer in output.router_logits], dim=1)[:-1]
+    assert np.sort(np.stack(entries), axis=2).tolist() == best.sort(dim=2).values.tolist()
 
 
 @pytest.mark.timeout(900)
