@@ -48,7 +48,8 @@ class NativeKernels:
         self._scratch = _Scratch()
 
     def scanner(self, thresholds: Numbers, capacity: int) -> Scanner:
-        return _NativeScanner(self._library, thresholds, *self._scratch.lists(len(thresholds) + 1, capacity))
+        gaps, values, addresses = self._scratch.lists(len(thresholds) + 1, capacity)
+        return _NativeScanner(self._library, thresholds, gaps, values, addresses)
 
     def applier(self, thresholds: Numbers, changes: SegmentChanges, elements: int) -> Applier:
         return _NativeApplier(self._library, thresholds, changes, elements, self._scratch)
@@ -67,23 +68,14 @@ class NativeKernels:
 
     def pack(self, changes: Sequence[ClassChanges]) -> PackedSegment:
         sizes = [of_class.gaps.size for of_class in changes]
-        numbers, counts, tokens, ends, bits = self._scratch.packing(sum(sizes))
-        lists = np.array(
-            [sizes, [_at(each.gaps) for each in changes], [_at(each.values) for each in changes]], np.uint64
-        )
-        found, at, row = np.empty(3, np.uint64), _at(lists), 8 * len(sizes)
-        self._library.steps_pack(
-            len(sizes),
-            at,
-            at + row,
-            at + 2 * row,
-            _at(numbers),
-            _at(counts),
-            _at(tokens),
-            _at(ends),
-            _at(bits),
-            _at(found),
-        )
+        if isinstance(changes, _Found):
+            of_gaps, of_values = changes.addresses
+        else:
+            of_gaps, of_values = [_at(each.gaps) for each in changes], [_at(each.values) for each in changes]
+        (counts, tokens, ends, bits, found), addresses, numbers = self._scratch.packing(sum(sizes))
+        lists = np.array([sizes, of_gaps, of_values], np.uint64)
+        at, row = _at(lists), 8 * len(sizes)
+        self._library.steps_pack(len(sizes), at, at + row, at + 2 * row, numbers, *addresses)
         num_counts, num_ends, num_bits = found.tolist()
         of_stretches = tuple(ends[:num_ends].tolist())
         num_tokens = of_stretches[-1] if of_stretches else 0
@@ -108,18 +100,26 @@ class NativeKernels:
         ends[num_classes] = at
         _expect(self._library.steps_unpack(
             _at(payload), payload.size, _at(ends) + 8 * num_classes, num_classes, _at(counts.classes), _at(tokens), largest,
-            _at(self._scratch.numbers(4 * counts.most_changes)), _at(gaps), _at(values), _at(ends),
+            self._scratch.numbers(4 * counts.most_changes), _at(gaps), _at(values), _at(ends),
         ))  # fmt: skip
         return SegmentChanges(gaps[:num], values[:num], ends[:num_classes], lent=(gaps, values)), int(ends[num_classes])
 
 
+class _Found(list[ClassChanges]):
+    """A scanner's changes, and where their lists are: to ask numpy for an address takes longer than to pack a small list."""
+
+    addresses: tuple[list[int], list[int]]
+
+
 class _NativeScanner:
-    def __init__(self, library: ctypes.CDLL, thresholds: Numbers, gaps: Numbers, values: Numbers) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, thresholds: Numbers, gaps: Numbers, values: Numbers, addresses: tuple[int, int]
+    ) -> None:
         self._scan, self._thresholds, self._gaps, self._values = library.steps_scan, thresholds, gaps, values
-        self._states = np.zeros((3, len(gaps)), np.uint64)
+        self._states, self._addresses = np.zeros((3, len(gaps)), np.uint64), addresses
         at, row = _at(self._states), 8 * len(gaps)
         self._fixed = (
-            _at(thresholds), len(thresholds), at, at + row, at + 2 * row, gaps.shape[1], _at(gaps), _at(values)
+            _at(thresholds), len(thresholds), at, at + row, at + 2 * row, gaps.shape[1], *addresses
         )  # fmt: skip
 
     def feed(self, before: Elements, after: Elements) -> bool:
@@ -127,7 +127,11 @@ class _NativeScanner:
 
     def changes(self) -> list[ClassChanges]:
         rows = zip(self._states[2].tolist(), self._gaps, self._values, strict=True)
-        return [ClassChanges(gaps[:count], values[:count]) for count, gaps, values in rows]
+        found = _Found(ClassChanges(gaps[:count], values[:count]) for count, gaps, values in rows)
+        num_classes, row_bytes = self._gaps.shape[0], 4 * self._gaps.shape[1]
+        gaps_at, values_at = ([first + row_bytes * c for c in range(num_classes)] for first in self._addresses)
+        found.addresses = (gaps_at, values_at)
+        return found
 
 
 class _NativeApplier:
@@ -163,32 +167,41 @@ class _NativeApplier:
         self._scratch.give_back(self._maps, self._changes.lent)
 
 
+_PackingRoom = tuple[Bytes, Bytes, Counts, Bytes, Counts]
+"""Counts, tokens, ends of stretches, bits, and how many of each."""
+
+
 class _Scratch(threading.local):
     """Memory for the work of one thread, kept: fresh pages for each tensor cost more than the loops themselves."""
 
     def __init__(self) -> None:
         self._gaps = self._values = np.empty((0, 0), np.uint32)
+        self._lists_at = (0, 0)
         self._numbers = np.empty(1 << 14, np.uint32)
+        self._numbers_at = _at(self._numbers)
         self._packing = self._room(1 << 12)
         self._free: list[tuple[NDArray[Any], ...]] = []
         self._zeros: list[Bytes] = []
 
-    def lists(self, num_classes: int, capacity: int) -> tuple[Numbers, Numbers]:
-        """Two arrays of shape [num_classes, capacity]. Pages that no scan touched take no memory."""
+    def lists(self, num_classes: int, capacity: int) -> tuple[Numbers, Numbers, tuple[int, int]]:
+        """Two arrays of shape [num_classes, capacity], and their addresses. Pages that no scan touched take no memory."""
         if self._gaps.shape[1] != capacity or len(self._gaps) < num_classes:
             self._gaps, self._values = (np.empty((MAX_THRESHOLDS + 1, capacity), np.uint32) for _ in range(2))
-        return self._gaps[:num_classes], self._values[:num_classes]
+            self._lists_at = (_at(self._gaps), _at(self._values))
+        return self._gaps[:num_classes], self._values[:num_classes], self._lists_at
 
-    def numbers(self, num: int) -> Numbers:
+    def numbers(self, num: int) -> int:
+        """Address of so many."""
         if self._numbers.size < num:
             self._numbers = np.empty(num, np.uint32)
-        return self._numbers
+            self._numbers_at = _at(self._numbers)
+        return self._numbers_at
 
-    def packing(self, num: int) -> tuple[Numbers, Bytes, Bytes, Counts, Bytes]:
-        """Room for ``steps_pack`` of ``num`` changes: numbers, counts, tokens, ends of stretches, bits."""
-        if self._packing[1].size < 3 * num:
+    def packing(self, num: int) -> tuple[_PackingRoom, tuple[int, ...], int]:
+        """Room for ``steps_pack`` of ``num`` changes: arrays for what it gives, their addresses, and that of numbers."""
+        if self._packing[0][1].size < 3 * num:
             self._packing = self._room(num)
-        return self.numbers(3 * num + 1), *self._packing
+        return *self._packing, self.numbers(3 * num + 1)
 
     def take(self, num: int) -> tuple[Numbers, Numbers]:
         """Two arrays of at least ``num``. Several are in use at a time when several deltas are applied in one pass."""
@@ -209,12 +222,13 @@ class _Scratch(threading.local):
             self._free = [*self._free[: _MOST_FREE - 1], lists]
 
     @staticmethod
-    def _room(num: int) -> tuple[Bytes, Bytes, Counts, Bytes]:
+    def _room(num: int) -> tuple[_PackingRoom, tuple[int, ...]]:
         classes = MAX_THRESHOLDS + 1
-        return (
+        room = (
             np.empty(50 * classes, np.uint8), np.empty(3 * num, np.uint8), np.empty(1 + 2 * classes, np.uint64),
-            np.empty(13 * num + 32 * classes, np.uint8),
+            np.empty(13 * num + 32 * classes, np.uint8), np.empty(3, np.uint64),
         )  # fmt: skip
+        return room, tuple(_at(array) for array in room)
 
 
 def _expect(refused: int) -> None:
