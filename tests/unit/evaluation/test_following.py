@@ -15,11 +15,12 @@ from milesbatch.evaluation import by_hand, following
 from milesbatch.evaluation.asking import due_versions, section_of
 from milesbatch.evaluation.by_hand import Wish, evaluate_by_hand
 from milesbatch.evaluation.following import follow_versions, hold_from
-from milesbatch.evaluation.generating import Evaluating, Means
+from milesbatch.evaluation.generating import Evaluating, Means, open_means
 from milesbatch.recipe.models import Evaluation, FileData
 from milesbatch.records import Hold, Retirement
+from milesbatch.rollout.episodes import Recorder
 from milesbatch.store.layout import RunLayout
-from milesbatch.store.run import OpenRun
+from milesbatch.store.run import OpenRun, open_run
 from milesbatch.weights.reader import read_manifest
 
 
@@ -200,3 +201,10 @@ def test_a_recipe_without_the_section_needs_a_file(rig: Rig) -> None:
     assert asked == FileData(path="x.jsonl", prompt_field="question"), (
         "columns as in the recipe, but ids need not be there"
     )
+
+
+def test_servers_are_of_no_use_to_the_embedded_engine(rig: Rig) -> None:
+    run = open_run(rig.layout, rig.place.incarnation)
+    who = Evaluating(Recorder("evaluation-0", 1), "evaluation-host-1", urls=("http://node7:30000",))
+    with pytest.raises(UsageError, match="uses no server such as http://node7:30000"):
+        open_means(run, rig.asking, who)
