@@ -209,11 +209,16 @@ def reference_logprobs(model: Any, asked: GenerationRequest, done: Completion, t
 
 
 def replayed_logprobs(
-    models: Mapping[int, Any], asked: GenerationRequest, done: Completion, experts: list[Any] | None = None
+    models: Mapping[int, Any],
+    asked: GenerationRequest,
+    done: Completion,
+    experts: list[Any] | None = None,
+    head: torch.dtype | None = None,
 ) -> list[float]:
     """Logprobs when every token is fed to the model of its own version, on the keys and values that earlier ones left.
 
-    ``experts`` is filled with those of each token by layer, of a mixture of experts.
+    ``experts`` is filled with those of each token by layer, of a mixture of experts. ``head``: type in which the logits
+    are computed, that of the model by default.
     """
     cache = DynamicCache()
     ids = torch.tensor([[*asked.context_tokens, *done.tokens]])
@@ -224,8 +229,10 @@ def replayed_logprobs(
         version = next(span.version for span in reversed(done.versions) if span.start <= drawn)
         with torch.no_grad():
             options = {} if experts is None else {"output_router_logits": True}
-            output = models[version](ids[:, place : place + 1], cache=cache, use_cache=True, **options)
-        logits = output.logits[0, -1]
+            model = models[version]
+            output = model(ids[:, place : place + 1], cache=cache, use_cache=True, output_hidden_states=True, **options)
+            weight = model.lm_head.weight.to(head or model.lm_head.weight.dtype)
+            logits = output.hidden_states[-1][0, -1].to(weight.dtype) @ weight.T
         if experts is not None:
             experts.append([layer.view(-1).topk(ROUTED[1]).indices.tolist() for layer in output.router_logits])
         if place >= start:

@@ -116,10 +116,19 @@ def test_one_sequence_lives_through_three_updates(
 
 
 @pytest.mark.long
-def test_in_bfloat16_the_trainers_logprobs_agree_within_what_the_type_can_hold(tmp_path: Path) -> None:
-    """Logits of a few units: what is compared is the two sides' arithmetic, not the type's own coarseness."""
-    models = {version: make_model(version, torch.bfloat16, initializer_range=0.05) for version in range(4)}
-    server = start_server(tmp_path, models[0], dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("spread", "head", "within"),
+    [(0.015, torch.float32, 2e-3), (0.05, torch.bfloat16, 2e-2)],
+    ids=["small logits, head in float32", "larger logits, all in bfloat16"],
+)
+def test_in_bfloat16_the_trainers_logprobs_agree_within_what_the_type_can_hold(
+    tmp_path: Path, spread: float, head: torch.dtype, within: float
+) -> None:
+    """Both sides round to eight bits after other sums: what is left of it grows with the logits. A head in bfloat16 rounds
+    these too, from 1 on to 0.008."""
+    models = {version: make_model(version, torch.bfloat16, initializer_range=spread) for version in range(4)}
+    arguments = ("--enable-fp32-lm-head",) if head == torch.float32 else ()
+    server = start_server(tmp_path, models[0], dtype="bfloat16", arguments=arguments)
     engine = server.attach(tmp_path / "staged", pause="in_place")
     try:
         engine.activate(Weights(0, models[0]))
@@ -132,7 +141,11 @@ def test_in_bfloat16_the_trainers_logprobs_agree_within_what_the_type_can_hold(t
         server.slowly(None)
         for wanted, done in zip(asked, results(futures), strict=True):
             assert [span.version for span in done.versions] == [0, 1, 2, 3]
-            assert done.logprobs == pytest.approx(replayed_logprobs(models, wanted, done), abs=2e-3)
+            assert done.logprobs == pytest.approx(replayed_logprobs(models, wanted, done, head=head), abs=within)
+            wrong = reference_logprobs(models[0], wanted, done)
+            assert max(abs(a - b) for a, b in zip(wrong, done.logprobs, strict=True)) > 0.02, (
+                "versions must matter here"
+            )
     finally:
         engine.close()
         server.owner.close()
