@@ -271,8 +271,10 @@ def move_to_quarantine(path: Path, quarantine: Path, reason: str) -> Path:
 def remove_tree(directory: Path) -> None:
     """Delete an artefact directory that nothing needs: its manifest first, so that no half artefact is ever taken for one.
 
-    Crash state: a directory without a manifest, which nobody takes for an artefact.
+    Of a link, here or below, only itself. Crash state: a directory without a manifest, which nobody takes for an artefact.
     """
+    if directory.is_symlink():
+        return remove_files(directory.parent, (directory.name,))
     try:
         with contextlib.suppress(FileNotFoundError):
             current().unlink(directory / "manifest.json")
@@ -298,10 +300,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Delete files of ``directory`` that nothing needs, durably; those that are gone already are fine.
-
-    Crash state: some of them are left.
-    """
+    """Delete files of ``directory``, durably; those that are gone already are fine. Crash state: some of them are left."""
     for name in names:
         remove_file(directory / name)
     sync_names(directory)

@@ -438,6 +438,22 @@ def test_trees(tmp_path: Path) -> None:
         sync_tree(tmp_path / "a")
 
 
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path) -> None:
+    others = {"manifest.json": b"theirs", "thesis.txt": b"years of work"}
+    (tmp_path / "elsewhere").mkdir()
+    for name, data in others.items():
+        (tmp_path / "elsewhere" / name).write_bytes(data)
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "inside").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "b" / "manifest.json").symlink_to(tmp_path / "elsewhere" / "thesis.txt")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere", target_is_directory=True)
+    for name in ("a", "b", "dangling"):
+        remove_tree(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert contents(tmp_path / "elsewhere") == others
+
+
 def test_the_manifest_goes_first(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "manifest.json").write_bytes(b"")
