@@ -9,8 +9,8 @@ An optimizer step at low precision changes an element when the update exceeds ha
 elements change often and large ones seldom: the probability about doubles from each binade to the one below. The receiver
 knows the old magnitudes. So elements are sorted into a few classes by old magnitude, and a change is told as the number
 of unchanged elements of its own class before it. Nine of ten changes are one unit in the last place: these are a bit; the
-others are exceptions, told apart. Numbers become tokens, which zstd's entropy stage codes, and bits that it could not improve. How
-often a class changes is taken out of its gaps before (as a shift), so that one table of that stage serves all classes.
+others are exceptions, told apart. Numbers become tokens, which zstd's entropy stage codes, and bits that it could not improve.
+How often a class changes is taken out of its gaps before (as a shift), so that one table of that stage serves all classes.
 
 The page behind this module is ``docs/format-weights.md``, which has the layout byte by byte.
 """
