@@ -36,6 +36,7 @@ def main(context: RoleContext) -> None:
     from milesbatch.trainer.checkpointing import Checkpointer
     from milesbatch.trainer.loop import TrainerLoop
     from milesbatch.trainer.overlap import InBackground, RankTeam
+    from milesbatch.trainer.placing import group_backend, rank_device
 
     layout = RunLayout(context.run_directory)
     run = open_run(layout, context.incarnation, first_sight(layout.root))
@@ -43,11 +44,12 @@ def main(context: RoleContext) -> None:
     torch.set_num_threads(recipe.trainer.threads)
     torch.use_deterministic_algorithms(recipe.determinism == "bitwise", warn_only=True)
     controller = Controller(context)
-    _join(context, controller, dist)
+    device = rank_device(recipe, context.index)
+    _join(context, controller, dist, group_backend(device))
     events = EventLog(layout, context.name, context.incarnation)
     try:
         _check_model(run)
-        backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), torch.device("cpu"))
+        backend = FsdpBackend(recipe, load_initial_model(recipe, layout.model), device)
         team = RankTeam(_JOBS_S + recipe.slurm.disk_full_wait_s)
         loop = TrainerLoop(context, run, backend, controller, pulse, events, team, InBackground())
         checkpointer = Checkpointer(
@@ -68,7 +70,7 @@ def main(context: RoleContext) -> None:
     dist.destroy_process_group()
 
 
-def _join(context: RoleContext, controller: Controller, dist: Any) -> None:
+def _join(context: RoleContext, controller: Controller, dist: Any, backend: str) -> None:
     """All ranks of this attempt join one process group; rank 0's store listens on a port that the kernel chose."""
     if context.index == 0:
         store = dist.TCPStore(context.address, 0, context.count, is_master=True, timeout=_NEVER, wait_for_workers=False)
@@ -76,7 +78,7 @@ def _join(context: RoleContext, controller: Controller, dist: Any) -> None:
     else:
         host, _, port = controller.meet(None).rpartition(":")
         store = dist.TCPStore(host, int(port), context.count, is_master=False, timeout=_NEVER)
-    dist.init_process_group("gloo", store=store, rank=context.index, world_size=context.count, timeout=_NEVER)
+    dist.init_process_group(backend, store=store, rank=context.index, world_size=context.count, timeout=_NEVER)
 
 
 def _check_model(run: OpenRun) -> None:

@@ -24,6 +24,7 @@ from milesbatch.store.run import open_run
 from milesbatch.store.survey import read_incarnations, survey
 from milesbatch.trainer.batch import read_groups, step_data
 from milesbatch.trainer.checkpointing import is_random, read_checkpoint
+from milesbatch.trainer.placing import group_backend, rank_device
 from milesbatch.weights.publisher import Publisher
 
 
@@ -42,7 +43,7 @@ def replay(layout: RunLayout, step: int, rank: int, world_size: int) -> None:
     run = open_run(layout, len(read_incarnations(layout)))
     torch.set_num_threads(run.recipe.trainer.threads)
     torch.use_deterministic_algorithms(run.recipe.determinism == "bitwise", warn_only=True)
-    backend = FsdpBackend(run.recipe, load_initial_model(run.recipe, layout.model), torch.device("cpu"))
+    backend = FsdpBackend(run.recipe, load_initial_model(run.recipe, layout.model), rank_device(run.recipe, rank))
     start = max((c for c in found.checkpoints if c < step), default=0)
     if start < begin:
         raise InputError(
@@ -79,8 +80,9 @@ def main(arguments: list[str]) -> int:
     """``RUN STEP RANK WORLD_SIZE STORE``; errors on stderr."""
     run, step, rank, world_size, store = arguments
     try:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"  # more than the recipe may want costs nothing
         dist.init_process_group(
-            "gloo",
+            group_backend(torch.device(kind)),
             store=dist.FileStore(store, int(world_size)),  # type: ignore[attr-defined]
             rank=int(rank),
             world_size=int(world_size),
