@@ -23,9 +23,9 @@ from milesbatch.report.page.words import many, size
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
 from milesbatch.weights.digest import weights_digest
-from milesbatch.weights.materialize import require_empty, write_model_like
+from milesbatch.weights.materialize import require_room_for, write_model_like
 from milesbatch.weights.miles_export import Exported, Exporter
-from milesbatch.weights.miles_import import rebuild_published
+from milesbatch.weights.miles_import import rebuild_published, source_of
 from milesbatch.weights.miles_layout import published_versions
 from milesbatch.weights.reader import AcceptManifest
 
@@ -129,12 +129,12 @@ def import_version(
 ) -> None:
     """Rebuild a version that Miles (or `weights export`) published, check it, and write it as a model directory."""
     check_outputs(output)
-    require_empty(output)
     there = published_versions(directory)
     if version is None:
         if not there:
             raise InputError(f"{directory} holds no versions", mend="give the directory that holds weight_v000001")
         version = there[-1]
+    require_room_for(source_of(directory, version, base), output)
     rebuilt = rebuild_published(directory, version, base)
     write_model_like(rebuilt.source, rebuilt.tensors, output)
     digest = weights_digest((name, t.dtype, t.shape, t.digest) for name, t in rebuilt.tensors.items())

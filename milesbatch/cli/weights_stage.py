@@ -7,6 +7,7 @@ Owns the words on the screen and the waiting for new versions. Imports without t
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +49,8 @@ def stage(
     with Staging(
         output, layout, accept=lambda manifest: Seals(read_incarnations(layout)).accept_weights(manifest)
     ) as staging:
+        for name in staging.mended:
+            print(f"{staging.model / name} was not the run's, and is again", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):  # it ends the following; what is staged stays
             _follow(layout, staging, version, follow, staged, as_json)
         if as_json:

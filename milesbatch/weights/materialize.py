@@ -1,7 +1,8 @@
 """A policy version as a directory that Hugging Face tools load: configuration, tokenizer, ``model.safetensors``.
 
 Owns what such a directory holds; never writes over existing files, or into a run (but for a hold while it reads). Invariant:
-the weights file is written last, so a directory left by a killed process cannot be loaded by mistake. Needs no torch.
+the weights file is written last, so a directory left by a killed process cannot be loaded by mistake; the same call goes on
+from it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from milesbatch.errors import InputError, ModelError
+from milesbatch.errors import ModelError
 from milesbatch.records import WeightsManifest
+from milesbatch.store.directories import filling, require_free
 from milesbatch.store.durable import TEMPORARY_PREFIX, make_directory, publish_file, publishing, storage_error
 from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
@@ -20,6 +22,8 @@ from milesbatch.weights.rebuild import rebuild
 from milesbatch.weights.tensorfile import write_tensors
 from milesbatch.weights.tensors import RawTensor, torch_dtype_name
 
+WEIGHTS = Path("model.safetensors")
+_CONFIG = Path("config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -30,15 +34,16 @@ def materialize(
 
     A live run does not retire what is being read (:mod:`milesbatch.store.holds`).
 
-    Durability: files are durable on return; if killed midway the directory lacks ``model.safetensors``.
+    Durability: files are durable on return; if killed midway the directory lacks ``model.safetensors``, and the same call goes
+    on. After an error the directory is as it was.
 
     Raises:
-        InputError: ``directory`` is not empty.
+        InputError: ``directory`` holds something else.
         ModelError: the run has no ``model/config.json``.
         CorruptArtefactError: the version cannot be rebuilt, or was retired (``RetiredError``); StorageError: it is not
             published. Nothing was written.
     """
-    require_empty(directory)
+    require_room_for(layout.model, directory)
     with holding(layout, version, "weights materialize"):
         copy = rebuild(layout, version, accept=accept)
     write_model(layout, copy.tensors, directory)
@@ -49,36 +54,60 @@ def write_model(layout: RunLayout, tensors: Mapping[str, RawTensor], directory: 
     """Write ``tensors`` with the run's configuration and tokenizer; tied aliases stay out, the configuration ties them.
 
     Raises:
-        InputError: ``directory`` is not empty.
+        InputError: ``directory`` holds something else.
         ModelError: the run has no readable ``model/config.json``.
-        StorageError: something could not be written.
+        StorageError: something could not be written; what was, is gone again.
     """
-    require_empty(directory)
-    _write(layout.model, _config(layout, tensors), tensors, directory)
+    _write(model_files(layout, tensors), tensors, directory)
 
 
 def write_model_like(model: Path, tensors: Mapping[str, RawTensor], directory: Path) -> None:
     """Write ``tensors`` with configuration and tokenizer of another model directory, which stay as they are.
 
     Raises:
-        InputError: ``directory`` is not empty.
-        StorageError: something could not be read or written.
+        InputError: ``directory`` holds something else.
+        StorageError: something could not be read or written; what was written, is gone again.
     """
-    require_empty(directory)
-    _write(model, None, tensors, directory)
+    _write(_read_files(model), tensors, directory)
 
 
-def _write(model: Path, config: bytes | None, tensors: Mapping[str, RawTensor], directory: Path) -> None:
-    make_directory(directory)
+def model_files(layout: RunLayout, tensors: Mapping[str, RawTensor]) -> dict[Path, bytes]:
+    """What stands beside the weights of a version of the run, by relative path.
+
+    Raises:
+        ModelError: the run has no readable ``model/config.json``. StorageError: another file cannot be read.
+    """
+    return {**_read_files(layout.model), _CONFIG: _config(layout, tensors)}
+
+
+def require_room_for(model: Path, directory: Path) -> None:
+    """Accept ``directory`` before the work is done: new, empty, or what a call that ended early left of this model's files.
+
+    Raises:
+        InputError: it holds something else. StorageError: it cannot be read.
+    """
+    require_free(directory, {relative: None for _, relative in _model_files(model)})
+
+
+def _read_files(model: Path) -> dict[Path, bytes]:
+    files = {}
     for source, relative in _model_files(model):
-        make_directory((directory / relative).parent)
         try:
-            data = source.read_bytes()
+            files[relative] = source.read_bytes()
         except OSError as error:
             raise storage_error(source, error) from error
-        publish_file(directory / relative, config if config and relative == Path("config.json") else data)
-    with publishing(directory, "model.safetensors") as file:
-        write_tensors(file.stream, tensors)
+    return files
+
+
+def _write(files: Mapping[Path, bytes], tensors: Mapping[str, RawTensor], directory: Path) -> None:
+    require_free(directory, files)
+    with filling(directory, files):
+        for relative, data in files.items():
+            make_directory((directory / relative).parent)
+            publish_file(directory / relative, data)
+        needed = sum(tensor.data.size for tensor in tensors.values())
+        with publishing(directory, WEIGHTS.name, needed_bytes=needed) as file:
+            write_tensors(file.stream, tensors)
 
 
 def is_weights_file(name: str) -> bool:
@@ -86,25 +115,9 @@ def is_weights_file(name: str) -> bool:
     return name.endswith(_WEIGHT_SUFFIXES)
 
 
-def require_empty(directory: Path) -> None:
-    """Accept a directory that does not exist or is empty.
-
-    Raises:
-        InputError: anything else.
-    """
-    try:
-        is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    except OSError as error:
-        raise storage_error(directory, error) from error
-    if not is_free:
-        raise InputError(
-            f"{directory} exists and is not an empty directory", mend="choose a new directory, or remove this one first"
-        )
-
-
 def _config(layout: RunLayout, tensors: Mapping[str, RawTensor]) -> bytes:
     """``config.json`` with the stored dtype: loaders convert to what it says, which would change the bits."""
-    path = layout.model / "config.json"
+    path = layout.model / _CONFIG
     try:
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):

@@ -64,7 +64,7 @@ def rebuild_published(directory: Path, version: int, base: Path | None = None) -
         StorageError: a file cannot be read.
     """
     deltas, full = _chain(directory, version, base)
-    source = full if isinstance(full, Path) else full.directory
+    source = _place(full)
     tensors = _read_full(full)
     proven = set(tensors) if isinstance(full, VersionIndex) and full.weights_digest else set()
     for index in reversed(deltas):
@@ -74,6 +74,15 @@ def rebuild_published(directory: Path, version: int, base: Path | None = None) -
         proven = set(tensors)
     unproven = sorted(name for name, tensor in tensors.items() if tensor.data.size and name not in proven)
     return Rebuilt(version, source, tensors, len(deltas), tuple(unproven))
+
+
+def source_of(directory: Path, version: int, base: Path | None = None) -> Path:
+    """The full checkpoint that ``version`` is built on, from indexes alone; see :func:`rebuild_published`."""
+    return _place(_chain(directory, version, base)[1])
+
+
+def _place(full: VersionIndex | Path) -> Path:
+    return full if isinstance(full, Path) else full.directory
 
 
 def _chain(directory: Path, version: int, base: Path | None) -> tuple[list[VersionIndex], VersionIndex | Path]:
@@ -107,7 +116,7 @@ def _no_way(directory: Path, version: int, missing: int) -> InputError:
 
 def _read_full(full: VersionIndex | Path) -> dict[str, RawTensor]:
     """All tensors of a full checkpoint, in memory of their own."""
-    directory = full if isinstance(full, Path) else full.directory
+    directory = _place(full)
     files = {} if isinstance(full, Path) else full.files
     try:
         paths = [directory / name for name in files] or sorted(directory.glob("*.safetensors"))

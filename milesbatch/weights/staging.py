@@ -2,8 +2,10 @@
 
 Owns one directory; waits for nothing and tells no engine. Only what changed is written: the pages that hold changed elements.
 Invariant: :attr:`Staging.current` is a version whose every byte was compared with its manifest, or None; what a killed process
-left behind is never taken for one. One process at a time has a directory (a lock sees to it).
+left behind is never taken for one. One process at a time has a directory (a lock sees to it). Another directory than one that
+was made here is refused as it is, and no link is followed.
 
+    DIR/staging.json                              made here, first of all: what is below may be replaced; the lock is on it
     DIR/model/model.safetensors, config.json, …   the model; tensors are patched in place
     DIR/state.json                                {"version": 7, "target": 9}: target is null when the model is whole
     DIR/redo.bin                                  the tensor that is being written: where it changes, and to what
@@ -16,10 +18,12 @@ written to ``redo.bin``; then they are written to the model. Crash states, in or
 3. while ``redo.bin`` is written: it lacks its digest, and its tensor is still old;
 4. while the tensor is written: it is neither old nor new. ``redo.bin`` has all that is missing, as values and not as
    differences, so writing them once more mends it, wherever the writing stopped;
-5. after the last tensor: every tensor is new.
+5. after the last tensor: every tensor is new;
+6. while there is ``fresh/``, a full copy that is not whole: it goes when the directory is opened.
 
 Opening the directory finds out which it was by the digests of the tensors alone, and goes on from there. When a tensor is
-neither old nor new and cannot be mended, nothing is current, and the next :meth:`Staging.advance_to` makes a full copy.
+neither old nor new and cannot be mended, nothing is current, and the next :meth:`Staging.advance_to` makes a full copy. Files
+beside the tensors are compared with the run's, and written anew where they differ.
 """
 
 from __future__ import annotations
@@ -40,11 +44,19 @@ from numpy.typing import NDArray
 
 from milesbatch.errors import CorruptArtefactError, InputError, StorageError
 from milesbatch.records import TensorEntry, WeightsManifest
-from milesbatch.store.directories import publish_directory
-from milesbatch.store.durable import make_directory, remove_tree, replace_hint, storage_error
+from milesbatch.store.directories import held_names, missing, publish_directory, require_made_by, take_back
+from milesbatch.store.durable import (
+    make_directory,
+    publish_file,
+    read_optional,
+    remove_file,
+    remove_tree,
+    replace_hint,
+    storage_error,
+)
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.folding import Link, LinkError, fold_tensor
-from milesbatch.weights.materialize import write_model
+from milesbatch.weights.materialize import WEIGHTS, model_files, write_model
 from milesbatch.weights.reader import AcceptManifest, accept_all, plan_chain, read_manifest
 from milesbatch.weights.rebuild import check_weights_digest, read_link, rebuild
 from milesbatch.weights.tensorfile import view_tensors
@@ -53,6 +65,8 @@ from milesbatch.weights.tensors import RawTensor, element_bytes
 _REDO = struct.Struct("<8sQQQ16s")
 """Magic, length of the tensor's name, bytes of an element, number of changed elements, xxh3-128 of all that follows."""
 _MAGIC = b"mbredo01"
+_MARKER = "staging.json"
+_MADE_HERE = b'{"made by": "milesbatch weights stage"}\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +83,20 @@ class Staging:
         """Take the directory over, as it is.
 
         Raises:
-            InputError: another process has it.
+            InputError: another process has it, or it holds what was not made here.
+            ModelError: the run has no readable ``model/config.json``.
             StorageError: it cannot be made or read.
         """
-        make_directory(directory)
         self._directory, self._layout, self._accept = directory, layout, accept
-        self._lock = _lock(directory / "lock")
+        self._made = missing(directory)
+        self._lock = _take(directory)
         self._current: int | None = None
+        self._mended: list[str] = []
         try:
+            remove_tree(self._fresh)
             with suppress(CorruptArtefactError, StorageError, OSError, ValueError, KeyError, TypeError):
                 self._recover()
+                self._prove_files()
         except BaseException:
             self.close()
             raise
@@ -90,6 +108,11 @@ class Staging:
         self.close()
 
     def close(self) -> None:
+        """Let the directory go. It stays, unless nothing was ever staged there."""
+        with suppress(OSError, StorageError):
+            if held_names(self._directory) == [_MARKER]:
+                remove_file(self._directory / _MARKER)
+                take_back(self._made)
         os.close(self._lock)
 
     @property
@@ -101,6 +124,15 @@ class Staging:
     def model(self) -> Path:
         """The model directory; to be read only while :attr:`current` is not None, and not while :meth:`advance_to` runs."""
         return self._directory / "model"
+
+    @property
+    def mended(self) -> tuple[str, ...]:
+        """Files beside the tensors that were not the run's when the directory was opened, and are now."""
+        return tuple(self._mended)
+
+    @property
+    def _fresh(self) -> Path:
+        return self._directory / "fresh"
 
     def advance_to(self, version: int) -> WeightsManifest:
         """Make the model ``version``: by deltas in place where there is an undamaged chain from the current one, else anew.
@@ -162,17 +194,25 @@ class Staging:
         _scatter(before, redo)
 
     def _rebase(self, target: WeightsManifest) -> None:
-        """A full copy beside the old one, which then goes: the model is never half of two."""
+        """A full copy beside the old one, which then goes: the model is never half of two. One that is none goes first."""
         copy = rebuild(self._layout, target.version, accept=self._accept)
-        fresh = self._directory / "fresh"
-        remove_tree(fresh)
-        write_model(self._layout, copy.tensors, fresh)
+        if self._current is None:
+            self._remove_model()
+        remove_tree(self._fresh)
+        try:
+            write_model(self._layout, copy.tensors, self._fresh)
+            self._remove_model()
+            publish_directory(self._fresh, self.model)
+        except BaseException:
+            remove_tree(self._fresh)
+            raise
+        self._write_state(target.version, None)
+        self._current = target.version
+
+    def _remove_model(self) -> None:
         self._current = None
         self._write_state(None, None)
         remove_tree(self.model)
-        publish_directory(fresh, self.model)
-        self._write_state(target.version, None)
-        self._current = target.version
 
     # -- after a crash ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +233,20 @@ class Staging:
             self._current = version
         elif not new & old:  # each tensor is of one of the two
             self._finish(version, self._manifest(target), new)
+
+    def _prove_files(self) -> None:
+        """Compare configuration and tokenizer with the run's; what differs is written anew, or nothing is current."""
+        if self._current is None:
+            return
+        version, self._current = self._current, None
+        for relative, data in model_files(self._layout, self._tensors()).items():
+            path = self.model / relative
+            self._refuse_links(relative)
+            if read_optional(path) != data:
+                make_directory(path.parent)
+                replace_hint(path, data)
+                self._mended.append(str(relative))
+        self._current = version
 
     def _finish(self, version: int, target: WeightsManifest, unlike: set[str]) -> None:
         """The rest of an interrupted patch: the old tensors among a version's new ones."""
@@ -231,7 +285,8 @@ class Staging:
 
     def _tensors(self) -> Mapping[str, RawTensor]:
         """The model's tensors as views of the mapped file: writing to one writes the file."""
-        path = self.model / "model.safetensors"
+        path = self.model / WEIGHTS
+        self._refuse_links(WEIGHTS)
         try:
             data = np.memmap(path, np.uint8, "r+")
         except (OSError, ValueError) as error:
@@ -240,6 +295,14 @@ class Staging:
             return view_tensors(path, data)
         except CorruptArtefactError as error:
             raise CorruptArtefactError(error.what, mend=f"remove {self._directory}; it is a copy") from error
+
+    def _refuse_links(self, relative: Path) -> None:
+        """Raises:
+        StorageError: the model, or a file of it, lies elsewhere: what is there is not to be written.
+        """
+        for path in (self.model, *(self.model / part for part in (*relative.parents, relative))):
+            if path.is_symlink():
+                raise StorageError(f"{path} is a link", mend="remove the link; the same command makes a file")
 
     def _write_state(self, version: int | None, target: int | None) -> None:
         replace_hint(self._directory / "state.json", json.dumps({"version": version, "target": target}).encode())
@@ -257,18 +320,39 @@ class Staging:
         return manifest
 
 
-def _lock(path: Path) -> int:
+def _take(directory: Path) -> int:
+    """The lock on a directory that is new, empty, or was made here: an open descriptor.
+
+    Raises:
+        InputError: it holds other things, or another process has it.
+        StorageError: it cannot be made or read.
+    """
+    marker = directory / _MARKER
+    if not require_made_by(directory, "`milesbatch weights stage`", _MARKER):
+        make_directory(directory)
+        publish_file(marker, _MADE_HERE)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise storage_error(path, error) from error
+        raise storage_error(marker, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        if os.fstat(descriptor).st_nlink == 0:
+            raise BlockingIOError  # whoever had it found nothing to keep, and took it back
+        is_ours = os.read(descriptor, len(_MADE_HERE) + 1) == _MADE_HERE
+    except BlockingIOError:
         os.close(descriptor)
         raise InputError(
-            f"{path.parent} is used by another process", mend="give each process a staging directory of its own"
+            f"{directory} is used by another process", mend="give each process a staging directory of its own"
         ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise storage_error(marker, error) from error
+    if not is_ours:
+        os.close(descriptor)
+        raise InputError(
+            f"{marker} was not written by `milesbatch weights stage`", mend="give a new or empty directory"
+        )
     return descriptor
 
 
@@ -285,6 +369,8 @@ def _write_redo(path: Path, redo: _Redo) -> None:
         hasher.update(part)
     head = _REDO.pack(_MAGIC, len(name), redo.values.itemsize, redo.places.size, hasher.digest())
     try:
+        if path.is_symlink():
+            remove_file(path)
         with open(path, "wb") as file:
             file.writelines((head, *body))
     except OSError as error:

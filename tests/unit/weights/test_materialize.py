@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from milesbatch.errors import InputError, ModelError, StorageError
+from milesbatch.errors import InputError, ModelError, StorageError, StorageFullError
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights import materialize as module
 from milesbatch.weights.follower import Follower
 from milesbatch.weights.materialize import materialize
 from milesbatch.weights.publisher import Publisher
@@ -102,6 +105,68 @@ def test_a_target_that_is_not_empty_is_refused_and_stays(layout: RunLayout, tmp_
     with pytest.raises(InputError, match="not an empty directory"):
         materialize(layout, 1, target / "mine")
     assert [path.name for path in target.iterdir()] == ["mine"]
+
+
+def test_after_a_full_disk_nothing_is_left_and_the_same_call_goes_on(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_model(layout, tied=True, dtype=torch.float32)
+    materialize(layout, 1, tmp_path / "whole")
+
+    def full(stream: object, tensors: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "a" / "b", tmp_path / "empty"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "write_tensors", full)
+            with pytest.raises(StorageFullError, match="give the same command again"):
+                materialize(layout, 1, target)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run", "whole"]
+        assert list((tmp_path / "empty").iterdir()) == []
+        materialize(layout, 1, target)
+        assert files_of(target) == files_of(tmp_path / "whole")
+        shutil.rmtree(target)
+        (tmp_path / "a").rmdir() if target.parent.name == "a" else target.mkdir()
+
+
+def test_killed_at_any_moment_the_same_call_goes_on(layout: RunLayout, tmp_path: Path) -> None:
+    """Each state that a killed call leaves, with the unfinished file of one that is no more."""
+    publish_model(layout, tied=True, dtype=torch.float32)
+    materialize(layout, 1, tmp_path / "whole")
+    whole = files_of(tmp_path / "whole")
+    names = [name for name in whole if name != "model.safetensors"]
+    child = subprocess.Popen(["true"])
+    child.wait()
+    for number in range(len(names) + 1):
+        target = tmp_path / f"out-{number}"
+        for name in names[:number]:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(whole[name])
+        target.mkdir(exist_ok=True)
+        (target / f".tmp-{child.pid}-0123456789ab").write_bytes(b"half")
+        materialize(layout, 1, target)
+        assert files_of(target) == whole
+
+
+def test_what_only_looks_like_an_unfinished_result_is_refused_and_stays(layout: RunLayout, tmp_path: Path) -> None:
+    publish_model(layout, tied=True, dtype=torch.float32)
+    others = {"config.json": b'{"mine": 1}', "tokenizer.json": b"{}", ".tmp-thesis": b"x", "templates/mine": b"x"}
+    for number, (name, data) in enumerate(others.items()):
+        target = tmp_path / f"out-{number}"
+        (target / name).parent.mkdir(parents=True)
+        (target / name).write_bytes(data)
+        with pytest.raises(InputError, match=f"not an empty directory: it holds {name}"):
+            materialize(layout, 1, target)
+        assert files_of(target) == {name: data}
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "templates").symlink_to(tmp_path / "out-3" / "templates")
+    with pytest.raises(InputError, match="it holds templates"):
+        materialize(layout, 1, tmp_path / "linked")
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_what_is_missing_is_named_before_anything_is_written(layout: RunLayout, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,8 +19,9 @@ from typer.testing import CliRunner
 
 from milesbatch.cli import weights_stage
 from milesbatch.cli.weights import app
-from milesbatch.errors import InputError
+from milesbatch.errors import InputError, StorageError, StorageFullError
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights import materialize as materialize_module
 from milesbatch.weights import staging as module
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.staging import Staging
@@ -216,6 +219,127 @@ def test_bytes_that_nobody_published_are_never_served(
             assert staging.current is None
             staging.advance_to(1)
             assert_holds(staging, 1, version_tensors)
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", ["model/thesis.txt", "fresh/a", "state.json", "redo.bin", "staging.json", "weight_v000001/x"]
+)
+def test_a_directory_that_others_filled_is_refused_and_stays(
+    layout: RunLayout, chain: Publisher, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("years of work")
+    with pytest.raises(
+        InputError, match=r"not made by `milesbatch weights stage`: it holds|staging.json was not written by"
+    ):
+        Staging(tmp_path / "mine", layout)
+    assert everything(tmp_path / "mine") == {name: b"years of work"}
+
+
+def test_links_are_replaced_and_never_followed(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path
+) -> None:
+    (layout.model / "templates").mkdir()
+    (layout.model / "templates" / "tool.jinja").write_text("{{ messages }}")
+    directory, elsewhere = tmp_path / "stage", tmp_path / "elsewhere"
+    with Staging(directory, layout) as staging:
+        staging.advance_to(1)
+    for name in ("model", "model/model.safetensors", "model/config.json", "model/templates", "redo.bin", "fresh"):
+        path = directory / name
+        if path.exists():
+            path.rename(elsewhere)
+        else:
+            elsewhere.mkdir()
+            (elsewhere / "kept").write_text("kept")
+        if name == "model":
+            (elsewhere / "config.json").write_text("another one's")
+        before = everything(tmp_path) if elsewhere.is_dir() else elsewhere.read_bytes()
+        path.symlink_to(elsewhere)
+        with Staging(directory, layout) as staging:
+            staging.advance_to(2)
+            assert_holds(staging, 2, version_tensors)
+            assert not path.is_symlink(), name
+            staging.advance_to(1)
+        if elsewhere.is_dir():
+            assert {k: v for k, v in before.items() if k.startswith("elsewhere/")} == {
+                f"elsewhere/{k}": v for k, v in everything(elsewhere).items()
+            }
+            elsewhere.rename(tmp_path / f"was-{name.replace('/', '-')}")
+        else:
+            assert elsewhere.read_bytes() == before
+            elsewhere.unlink()
+
+
+def test_files_beside_the_tensors_are_proven_and_mended(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path
+) -> None:
+    (layout.model / "tokenizer").mkdir()
+    (layout.model / "tokenizer" / "vocab.json").write_text('{"a": 1}')
+    directory = tmp_path / "stage"
+    with Staging(directory, layout) as staging:
+        staging.advance_to(1)
+        whole = everything(staging.model)
+    inode = (directory / "model" / "model.safetensors").stat().st_ino
+    for name in ("config.json", "tokenizer/vocab.json"):
+        for damage in (b"", b"garbage", None):
+            path = directory / "model" / name
+            path.unlink() if damage is None else path.write_bytes(damage)
+            with Staging(directory, layout) as staging:
+                assert staging.current == 1 and staging.mended == (name,)
+                assert everything(staging.model) == whole
+    shutil.rmtree(directory / "model" / "tokenizer")
+    (directory / "model" / "config.json").unlink()
+    with Staging(directory, layout) as staging:
+        assert staging.current == 1 and everything(staging.model) == whole
+        assert (directory / "model" / "model.safetensors").stat().st_ino == inode, "no full copy for a small file"
+    (directory / "model" / "config.json").unlink()
+    (directory / "model" / "config.json").mkdir()
+    with Staging(directory, layout) as staging:
+        assert staging.current is None
+        staging.advance_to(1)
+        assert everything(staging.model) == whole
+
+
+def test_a_full_copy_that_found_no_room_leaves_nothing(
+    layout: RunLayout, chain: Publisher, version_tensors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "stage"
+    with Staging(directory, layout) as staging:
+        staging.advance_to(4)
+        whole = everything(directory)
+
+        def full(stream: object, tensors: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(materialize_module, "write_tensors", full)
+            with pytest.raises(StorageFullError, match=r"no space or quota left for .*model\.safetensors"):
+                staging.advance_to(3)
+        assert_holds(staging, 4, version_tensors)
+        assert everything(directory) == whole
+    (directory / "fresh").mkdir()
+    (directory / "fresh" / "model.safetensors").write_bytes(b"of one that was killed")
+    with Staging(directory, layout) as staging:
+        assert everything(directory) == whole
+        assert_holds(staging, 4, version_tensors)
+
+
+def test_what_cannot_be_staged_leaves_no_directory(layout: RunLayout, chain: Publisher, tmp_path: Path) -> None:
+    for _ in range(2):
+        with (
+            Staging(tmp_path / "a" / "b", layout) as staging,
+            pytest.raises(StorageError, match="version 9 is not published"),
+        ):
+            staging.advance_to(9)
+        assert not (tmp_path / "a").exists()
+    (tmp_path / "mine").mkdir()
+    Staging(tmp_path / "mine", layout).close()
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_one_process_at_a_time(layout: RunLayout, chain: Publisher, tmp_path: Path) -> None:
