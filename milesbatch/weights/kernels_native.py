@@ -255,7 +255,16 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+_interface = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_DATA_AT = 40
+"""Of the data's address in that C structure, where pointers have eight bytes: after two, nd (int), typekind (char), itemsize,
+flags (int), shape and strides (pointers)."""
+
+
 def _at(array: NDArray[Any]) -> int:
+    """Where its elements are. By numpy's array interface as a C structure (https://numpy.org/doc/stable/reference/arrays.interface.html),
+    which takes a quarter of the time of the one in Python: a small tensor's encoding asks a dozen times."""
     assert array.flags.c_contiguous, "only whole arrays go to C"
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return ctypes.c_uint64.from_address(_interface(array.__array_struct__, None) + _DATA_AT).value
