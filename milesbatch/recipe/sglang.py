@@ -82,8 +82,15 @@ class SGLang(Section):
     request_timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="Seconds that one answer, or one change of weights, may take. Shorter than the longest response takes, it"
-        " is asked for again and again, and in the end the worker fails.",
+        description="Seconds that one answer may take. Shorter than the longest response takes, it is asked for again and"
+        " again, and in the end the worker fails.",
+    )
+    update_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a server may take for new weights, from its pause to their proof; after that it is killed and"
+        " started again. A server that gets 1 GB in a second from the local disk or its worker takes 300 GB in half of this;"
+        " shorter than the change takes, no version is ever served.",
     )
     arguments: tuple[str, ...] = Field(
         (),

@@ -120,6 +120,7 @@ class Servers:
                 start_timeout_s=section.start_timeout_s,
                 health_timeout_s=section.health_timeout_s,
                 request_timeout_s=section.request_timeout_s,
+                update_timeout_s=section.update_timeout_s,
                 tell=self._tell,
                 needs_experts=section.routed_experts,
                 sign=self._sign,

@@ -1,8 +1,8 @@
 """Following the weights on local disk instead of in memory: for engines whose servers load a model directory.
 
 Owns one :class:`~milesbatch.weights.staging.Staging`, and who may look at it when: it is patched in place, so that
-whoever reads it holds it still meanwhile. Invariant: a directory that is given out holds exactly the version that was
-asked for, every byte of which was compared with its manifest, until it is given back.
+whoever reads it holds it still meanwhile; readers do not wait for each other. Invariant: a directory that is given out
+holds exactly the version that was asked for, every byte of which was compared with its manifest, until it is given back.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class StagedFollower:
 
     def __init__(self, staging: Staging, layout: RunLayout, accept: AcceptManifest, sight: Sight) -> None:
         self._staging, self._layout, self._accept, self._sight = staging, layout, accept, sight
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
+        self._readers = 0
 
     @property
     def layout(self) -> RunLayout:
@@ -80,22 +81,36 @@ class StagedFollower:
             CorruptArtefactError: no undamaged way to it.
             StorageError: not published, or something cannot be read or written.
         """
-        with self._lock:
+        with self._alone():
             return StagedWeights(self._sight.until_seen(lambda: self._staging.advance_to(version)), self)
 
     @contextmanager
     def held(self, weights: PolicyWeights) -> Iterator[Path]:
-        """The directory with ``weights``, which holds still while the context is open.
+        """The directory with ``weights``, which holds still while the context is open. A server that hangs over it does not
+        keep others from it.
 
         Raises:
             SupersededError: it has moved on to another version.
         """
-        with self._lock:
+        with self._change:
             if self._staging.current != weights.version:
                 raise SupersededError(f"policy version {weights.version} is not staged any more; a newer one is coming")
+            self._readers += 1
+        try:
             yield self._staging.model
+        finally:
+            with self._change:
+                self._readers -= 1
+                self._change.notify_all()
 
     def close(self) -> None:
         """Let the directory go; it stays."""
-        with self._lock:
+        with self._alone():
             self._staging.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody reads, and nobody begins to."""
+        with self._change:
+            self._change.wait_for(lambda: self._readers == 0)
+            yield

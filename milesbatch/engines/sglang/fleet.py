@@ -4,7 +4,8 @@
 
 Owns the life of each server. Never: requests and their responses. Invariant: :meth:`Fleet.choose` gives a server only
 while that has proven the version in use; whatever was asked of a server before it was lost, or before an update of it
-failed, is recognised by its ``epoch``, and is not used. All of it runs in one event loop.
+failed, is recognised by its ``epoch``, and is not used. Servers do not wait for each other: one that hangs while its
+weights change has ``update_timeout_s``, and costs the others ``health_timeout_s`` once. All of it runs in one event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,9 +28,14 @@ State = Literal["starting", "ready", "serving", "lost", "given up"]
 
 _LOOK_S = 0.25
 _MOST_FAILURES = 3
-"""Failures in a row to come to serving, after which a server is given up. One that serves and dies again is started
-again: the requests that it keeps losing end that."""
+"""Failures in a row to come to serving, after which a server is given up: when all are, the engine has failed; until
+then it is tried again after growing pauses. One that serves and dies again is started again: the requests that it keeps
+losing end that."""
 _BACK_OFF_S = 1.0
+_AGAIN_S = 60.0
+_MOST_AGAIN_S = 1800.0
+_FIRST_WORD_S = 30.0
+"""After which a start is told to go on still."""
 _MOST_STICKY = 4096
 _HEALTH_S = 10.0
 _TICK_S = 5.0
@@ -42,6 +49,7 @@ class FleetOptions:
     start_timeout_s: float
     health_timeout_s: float
     request_timeout_s: float
+    update_timeout_s: float
     tell: Callable[[str], None]
     """Hears what happens to servers, in words."""
     needs_experts: bool = False
@@ -65,6 +73,12 @@ class Server:
     failures: int = 0
     trouble: EngineError | None = None
     is_changing: bool = False
+    is_late: bool = False
+    """Its weights have been changing for longer than anybody waits for."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One change of its weights after the other."""
+    activation: int = 0
+    """The one whose weights it has proven; 0: none."""
     changes: int = 0
     """Counts changes of weights that have begun."""
     doubt: asyncio.Task[bool] | None = None
@@ -83,8 +97,9 @@ class Fleet:
         self.servers = [Server(place) for place in places]
         self._way, self._prover, self._options = way, prover, options
         self._weights: PolicyWeights | None = None
-        self._turn = asyncio.Lock()
-        """Weights change, and servers catch up, one after the other."""
+        self._activation = 0
+        """Counts the weights that were to be used."""
+        self._changing: set[asyncio.Task[float]] = set()
         self._change = asyncio.Event()
         self._sticky: OrderedDict[Hashable, Server] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +111,7 @@ class Fleet:
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         """Nobody waits for a server whose keeper died of something unforeseen."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -116,9 +131,10 @@ class Fleet:
             await self._await_change()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._changing]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._let_go(server, is_over=True) for server in self.servers))
 
     # -- for requests -------------------------------------------------------------------------------------------------
@@ -132,6 +148,7 @@ class Fleet:
         """
         while True:
             serving = [server for server in self.servers if server.state == "serving" and server.client is not None]
+            serving = [server for server in serving if not server.is_late] or serving
             if serving:
                 server = self._sticky.get(key)
                 if server not in serving:
@@ -164,59 +181,89 @@ class Fleet:
         """Make ``weights`` those of all servers; those that fail are lost, and started again. Seconds of the longest
         pause.
 
-        Returns when at least one server serves them.
+        Returns when all of them serve the weights or have failed; those that need longer than ``health_timeout_s`` are
+        not waited for, when at least one serves them.
 
         Raises:
             EngineError: no server will come any more.
         """
-        async with self._turn:
-            self._weights = weights
-            able = [server for server in self.servers if server.state in ("ready", "serving")]
-            pauses = await asyncio.gather(*(self._catch_up(server, weights) for server in able))
+        self._weights = weights
+        self._activation += 1
+        able = [server for server in self.servers if server.state in ("ready", "serving")]
+        tasks = [asyncio.create_task(self._catch_up(server)) for server in able]
+        for task in tasks:
+            self._changing.add(task)
+            task.add_done_callback(self._changing.discard)
+            task.add_done_callback(self._ended)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._options.health_timeout_s)
+        for server, task in zip(able, tasks, strict=True):
+            server.is_late = not task.done()
+        self._check()
         while not any(server.state == "serving" and server.version == weights.version for server in self.servers):
             self._check()
             await self._await_change()
-        return max(pauses, default=0.0)
+        return max((task.result() for task in tasks if task.done()), default=0.0)
 
-    async def _catch_up(self, server: Server, weights: PolicyWeights) -> float:
-        """Returns 0 when it failed; then it has a trouble, and is not used."""
-        assert server.client is not None
-        server.is_changing = True
-        server.changes += 1
-        ticking = asyncio.create_task(self._tick())
+    async def _catch_up(self, server: Server) -> float:
+        """To the newest weights, unless it has proven them already. The seconds of its pause; 0 when it failed: then it
+        has a trouble, and is not used."""
+        async with server.turn:
+            client, weights, activation = server.client, self._weights, self._activation
+            if client is None or weights is None or server.trouble is not None or server.activation == activation:
+                return 0.0
+            server.is_changing = True
+            server.changes += 1
 
-        def taint() -> None:
-            server.epoch += 1
-            server.state = "ready"
+            def taint() -> None:
+                server.epoch += 1
+                if server.client is client:  # else it is lost already
+                    server.state = "ready"
 
-        try:
-            paused_s = await change(
-                server.client,
-                weights,
-                self._way,
-                self._prover,
-                pause=self._options.pause,
-                limit_s=self._options.request_timeout_s,
-                on_failure=taint,
-            )
-        except SupersededError:
-            return 0.0  # the next activation, which is near, takes this server along
-        except EngineError as error:
-            taint()
-            server.trouble = EngineError(f"{server.name} did not take policy version {weights.version}: {error.what}")
-            return 0.0
-        finally:
-            server.is_changing = False
-            ticking.cancel()
-        server.version, server.state, server.failures = weights.version, "serving", 0
-        self._tell_change()
-        return paused_s
+            ticking = asyncio.create_task(self._tick(server, weights.version))
+            try:
+                async with asyncio.timeout(self._options.update_timeout_s):
+                    paused_s = await change(
+                        client,
+                        weights,
+                        self._way,
+                        self._prover,
+                        pause=self._options.pause,
+                        limit_s=self._options.update_timeout_s,
+                        on_failure=taint,
+                    )
+            except SupersededError:
+                return 0.0  # the next activation, which is near, takes this server along
+            except (EngineError, TimeoutError) as error:
+                taint()
+                if server.client is client:
+                    server.trouble = EngineError(_why_not_taken(server, weights.version, error, self._options))
+                return 0.0
+            finally:
+                server.is_changing = server.is_late = False
+                ticking.cancel()
+            if server.client is not client:
+                return 0.0
+            server.version, server.activation, server.failures = weights.version, activation, 0
+            # With older weights than those in use it waits for its next turn.
+            server.state = "serving" if activation == self._activation else "ready"
+            self._tell_change()
+            return paused_s
 
-    async def _tick(self) -> None:
-        """While weights change, which has a time limit of its own, nothing else shows that all is well."""
+    async def _tick(self, server: Server, version: int) -> None:
+        """While weights change, which has a time limit of its own, nothing else shows that all is well; from when on it
+        takes long, that is told."""
+        began_s, word_s = time.monotonic(), self._options.health_timeout_s
         while True:
             self._options.sign()
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(min(_TICK_S, word_s))
+            since_s = time.monotonic() - began_s
+            if since_s >= word_s:
+                word_s *= 2
+                self._options.tell(
+                    f"{server.name} has been changing its weights to policy version {version} for {since_s:.0f} s; after"
+                    f" {self._options.update_timeout_s:.0f} s (update_timeout_s) it is lost"
+                )
 
     # -- the life of a server -----------------------------------------------------------------------------------------
 
@@ -234,13 +281,22 @@ class Fleet:
                 server.failures += 1
                 await self._let_go(server)
                 self._options.tell(f"{server.name}: {error.what}")
-                if server.failures >= _MOST_FAILURES:
-                    server.state = "given up"
-                    if all(other.state == "given up" for other in self.servers):
-                        self.failure = error
-                    self._tell_change()
+                if server.failures < _MOST_FAILURES:
+                    await asyncio.sleep(_BACK_OFF_S * server.failures)
+                    continue
+                server.state = "given up"
+                if all(other.state == "given up" for other in self.servers):
+                    self.failure = error
+                self._tell_change()
+                if self.failure is not None:
+                    self._options.tell(f"{server.name} is given up, as all others are")
                     return
-                await asyncio.sleep(_BACK_OFF_S * server.failures)
+                pause_s = min(_AGAIN_S * 2.0 ** (server.failures - _MOST_FAILURES), _MOST_AGAIN_S)
+                self._options.tell(
+                    f"{server.name} is given up for {pause_s:.0f} s after {server.failures} failures in a row; other servers"
+                    " have its requests"
+                )
+                await asyncio.sleep(pause_s)
 
     async def _bring_up(self, server: Server) -> None:
         """Until it serves the version in use, or waits for the first.
@@ -250,7 +306,8 @@ class Fleet:
         """
         server.state, server.trouble = "starting", None
         began_s = time.monotonic()
-        server.client = await server.place.open(self._options.start_timeout_s, self._options.sign)
+        async with self._telling_of_start(server):
+            server.client = await server.place.open(self._options.start_timeout_s, self._options.sign)
         server.info = await server.client.get("server_info", self._options.health_timeout_s)
         if self._options.needs_experts and not server.info.get("enable_return_routed_experts"):
             raise EngineError(
@@ -258,11 +315,31 @@ class Fleet:
                 mend="start it with --enable-return-routed-experts, or set rollout.sglang.routed_experts: false",
             )
         self._options.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
-        async with self._turn:
-            server.state = "ready"
-            if self._weights is not None:
-                await self._catch_up(server, self._weights)
+        server.state = "ready"
+        await self._catch_up(server)
         self._tell_change()
+
+    @asynccontextmanager
+    async def _telling_of_start(self, server: Server) -> AsyncIterator[None]:
+        """A start takes minutes, in which nothing else is said."""
+
+        async def tell_now_and_then() -> None:
+            word_s = _FIRST_WORD_S
+            while True:
+                await asyncio.sleep(word_s)
+                word_s *= 2
+                self._options.tell(
+                    f"{server.name} has been starting for {time.monotonic() - began_s:.0f} s (of at most"
+                    f" {self._options.start_timeout_s:.0f})"
+                )
+
+        began_s = time.monotonic()
+        self._options.tell(f"{server.name} is starting")
+        telling = asyncio.create_task(tell_now_and_then())
+        try:
+            yield
+        finally:
+            telling.cancel()
 
     async def _watch(self, server: Server) -> None:
         """While it is well.
@@ -301,14 +378,15 @@ class Fleet:
 
     async def _let_go(self, server: Server, *, is_over: bool = False) -> None:
         """End its processes; answers of it that are still to come are worth nothing."""
-        server.state, server.version = "lost", -1
+        server.state, server.version, server.activation = "lost", -1, 0
         server.epoch += 1
         client, server.client = server.client, None
         self._tell_change()
         await asyncio.to_thread(server.place.leave, is_over=is_over)
-        if client is not None:
-            self._way.forget(client)
-            await client.close()
+        async with server.turn:  # a change of its weights ends with its connections
+            if client is not None:
+                self._way.forget(client)
+                await client.close()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -322,6 +400,13 @@ class Fleet:
 
     async def _await_change(self) -> None:
         await self._change.wait()
+
+
+def _why_not_taken(server: Server, version: int, error: Exception, options: FleetOptions) -> str:
+    why = f"not within {options.update_timeout_s:.0f} s (update_timeout_s)"
+    if isinstance(error, EngineError):
+        why = error.what
+    return f"{server.name} did not take policy version {version}: {why}"
 
 
 __all__ = ["Fleet", "FleetOptions", "Server", "ServerGoneError", "ServerRefusedError"]

@@ -121,6 +121,7 @@ def make_engine(
     way: Way | None = None,
     health_timeout_s: float = 60.0,
     request_timeout_s: float = 120.0,
+    update_timeout_s: float = 120.0,
     start_timeout_s: float = 300.0,
     told: list[str] | None = None,
     expects: bool = True,
@@ -132,6 +133,7 @@ def make_engine(
         start_timeout_s=start_timeout_s,
         health_timeout_s=health_timeout_s,
         request_timeout_s=request_timeout_s,
+        update_timeout_s=update_timeout_s,
         tell=([] if told is None else told).append,
         needs_experts=routed is not None,
     )

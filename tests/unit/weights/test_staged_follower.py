@@ -77,6 +77,22 @@ def test_the_directory_does_not_move_on_while_it_is_held(follower: StagedFollowe
     assert done.is_set()
 
 
+def test_one_that_holds_the_directory_for_long_does_not_keep_others_from_it(follower: StagedFollower) -> None:
+    weights = follower.advance_to(1)
+    found: list[Path] = []
+
+    def look() -> None:
+        with follower.held(weights) as directory:
+            found.append(directory)
+
+    with follower.held(weights) as directory:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(10)
+        assert found == [directory], "a server that hangs must not stop those beside it"
+    thread.join(10)
+
+
 def test_a_version_that_is_not_there_any_more_is_not_given_out(follower: StagedFollower) -> None:
     older = follower.advance_to(1)
     follower.advance_to(2)

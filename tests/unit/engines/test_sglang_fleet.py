@@ -1,0 +1,244 @@
+"""The lives of servers, against small HTTP servers that answer control calls as SGLang does, until they are told to hang or
+fail. What real servers do is in ``tests/contract/engines``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from milesbatch.engines.sglang import fleet as fleet_module
+from milesbatch.engines.sglang.client import ServerClient
+from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
+from milesbatch.engines.sglang.weights import Prover
+from milesbatch.errors import EngineError
+
+UPDATE_S = 3.0
+
+
+@dataclass
+class Weights:
+    version: int
+    weights_digest: str = "xxh128:" + "0" * 32
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def write_model(self, directory: Path) -> None:
+        raise AssertionError("not asked for")
+
+
+class ByPost:
+    """Tells a server what its weights are called, and nothing else (satisfies ``Way``)."""
+
+    async def load(self, client: ServerClient, weights: Any, *names: str, keep_cache: bool, limit_s: float) -> None:
+        await client.post("load", {"version": names[0] if names else str(weights.version)}, limit_s)
+
+    def forget(self, client: ServerClient) -> None:
+        """There is nothing."""
+
+
+@dataclass
+class Place:
+    """One server in this process; each ``open`` starts it anew (satisfies ``ServerPlace``)."""
+
+    name: str
+    version: str = ""
+    hangs: bool = False
+    """While it loads; a new start does not."""
+    broken_starts: int = 0
+    starts: int = 0
+    start_s: float = 0.0
+    gone: bool = False
+    runner: web.AppRunner | None = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
+        self.starts += 1
+        await asyncio.sleep(self.start_s)
+        if self.broken_starts > 0:
+            self.broken_starts -= 1
+            raise EngineError(f"{self.name} ended at its start")
+        self.version, self.gone = "", False
+        app = web.Application()
+        app.router.add_route("*", "/{path}", self._answer)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return ServerClient(f"http://127.0.0.1:{self.runner.addresses[0][1]}")
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        path, answer = request.match_info["path"], dict[str, Any]()
+        if path == "load":
+            if self.hangs:
+                await asyncio.sleep(600)
+            self.version = (await request.json())["version"]
+        if path == "model_info":
+            answer = {"weight_version": self.version}
+        if path == "weights_checker":
+            answer = {"ranks": [{"checksums": {"w": "ab" * 32}}]}
+        return web.json_response(answer)
+
+    def check(self) -> None:
+        if self.gone:
+            raise EngineError(f"{self.name} ended")
+
+    def leave(self, *, is_over: bool = False) -> None:
+        self.hangs = False
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), self.loop).result(10)
+
+
+def make_fleet(places: list[Place], told: list[str], health_timeout_s: float = 0.5) -> Fleet:
+    options = FleetOptions(
+        pause="retract",
+        start_timeout_s=30.0,
+        health_timeout_s=health_timeout_s,
+        request_timeout_s=1800.0,
+        update_timeout_s=UPDATE_S,
+        tell=told.append,
+    )
+    return Fleet(places, ByPost(), Prover(can_expect=False), options)
+
+
+async def until(look: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not look():
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"waited until {what}") from None
+
+
+def all_serve(fleet: Fleet, version: int) -> bool:
+    return all((server.state, server.version) == ("serving", version) for server in fleet.servers)
+
+
+def test_a_server_that_hangs_while_its_weights_change_is_told_lost_and_started_again() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        places = [Place("one"), Place("two"), Place("three")]
+        fleet = make_fleet(places, told)
+        fleet.start()
+        await fleet.await_one()
+        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        await fleet.activate(Weights(1))
+        places[0].hangs = True
+        async with asyncio.timeout(UPDATE_S - 1):
+            await fleet.activate(Weights(2))
+        assert [server.version for server in fleet.servers] == [1, 2, 2]
+        for key in range(6):
+            server, _ = await fleet.choose(key)
+            assert server.name != "one", "requests do not go to the one that hangs"
+        changing = "one has been changing its weights to policy version 2 for"
+        await until(lambda: any(changing in text for text in told), "it is told")
+        places[1].gone = True
+        await until(lambda: places[1].starts == 2 and fleet.servers[1].version == 2, "another has caught up meanwhile")
+        assert places[0].starts == 1, "while the first still hangs"
+        await until(lambda: all_serve(fleet, 2), "it was started again, and has caught up")
+        assert places[0].starts == 2
+        (why,) = [text for text in told if text.startswith("one: ")]
+        assert "did not take policy version 2: " in why and f"{UPDATE_S:.0f} s" in why
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_was_changing_too_long_when_the_next_weights_came_gets_those() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        places = [Place("one"), Place("two")]
+        fleet = make_fleet(places, told)
+        fleet.start()
+        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        places[0].hangs = True
+        await fleet.activate(Weights(1))
+        await fleet.activate(Weights(2))
+        assert [server.version for server in fleet.servers] == [-1, 2]
+        await until(lambda: all_serve(fleet, 2), "it was started again, with the newest")
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_dies_while_its_weights_change_is_not_taken_for_one_that_is_there() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        places = [Place("one"), Place("two")]
+        fleet = make_fleet(places, told)
+        fleet.start()
+        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        places[0].hangs = True
+        await fleet.activate(Weights(1))
+        places[0].gone = True
+        places[0].start_s = 1.0
+        await until(lambda: places[0].starts == 2, "it is started again")
+        assert fleet.servers[0].state == "starting" and fleet.servers[0].client is None
+        await fleet.activate(Weights(2))
+        await until(lambda: all_serve(fleet, 2), "it has caught up")
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_given_up_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_BACK_OFF_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_AGAIN_S", 0.2)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        places = [Place("one", broken_starts=4), Place("two")]
+        fleet = make_fleet(places, told)
+        fleet.start()
+        await fleet.await_one()
+        await fleet.activate(Weights(1))
+        await until(lambda: all_serve(fleet, 1), "it serves")
+        assert places[0].starts == 5
+        given_up = [text for text in told if "is given up for" in text]
+        assert [text.split(" after ")[1].split(";")[0] for text in given_up] == [
+            "3 failures in a row",
+            "4 failures in a row",
+        ]
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_when_all_are_given_up_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_BACK_OFF_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_AGAIN_S", 0.1)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        fleet = make_fleet([Place("one", broken_starts=99), Place("two", broken_starts=99)], told)
+        fleet.start()
+        with pytest.raises(EngineError, match="ended at its start"):
+            await fleet.await_one()
+        assert told[-1].endswith("is given up, as all others are")
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_FIRST_WORD_S", 0.1)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        fleet = make_fleet([Place("one", start_s=1.0)], told)
+        fleet.start()
+        await fleet.await_one()
+        assert told[0] == "one is starting"
+        assert 2 <= sum("one has been starting for" in text for text in told) <= 4, "ever more rarely"
+        assert "is up after" in told[-1]
+        await fleet.close()
+
+    asyncio.run(scenario())
