@@ -7,6 +7,7 @@ nothing else. Imports without torch. The page behind it is ``docs/format-weights
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -36,17 +37,25 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @app.command("ls", epilog="Example: milesbatch weights ls runs/tiny")
 def ls(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List the committed policy versions with their sizes and the share of elements that changed."""
-    found = rows(find_run(run))
+    """List the committed policy versions with their sizes and the share of elements that changed.
+
+    Exit code 1 when a manifest cannot be read; the others are listed.
+    """
+    damaged: list[Violation] = []
+    found = rows(find_run(run), damaged)
     if as_json:
         print_json([dataclasses.asdict(row) for row in found])
-        return
-    Console().print(_table(found))
+    else:
+        Console().print(_table(found))
+    for violation in damaged:
+        print(f"not listed: {violation.path} ({violation.detail})", file=sys.stderr)
+    if damaged:
+        raise typer.Exit(EXIT_NOT_WELL)
 
 
 @app.command("verify", epilog="Example: milesbatch weights verify runs/tiny")
 def verify_run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Check every file's digest, and that each chain of deltas gives each recorded weights digest.
+    """Check every file's digest, that each chain of deltas gives each recorded weights digest, and that no version is missing.
 
     Exit code 1 when something is not as it should be.
     """

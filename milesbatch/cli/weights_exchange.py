@@ -6,6 +6,7 @@ output is one JSON document and nothing else. Imports without torch. The page be
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -15,10 +16,10 @@ import typer
 from rich.console import Console
 
 from milesbatch.cli.documents import print_json
-from milesbatch.cli.following import looks
+from milesbatch.cli.following import End, looks
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
-from milesbatch.errors import InputError, UsageError
+from milesbatch.errors import EXIT_NOT_WELL, InputError, UsageError
 from milesbatch.report.page.words import many, size
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
@@ -57,7 +58,8 @@ def export(
 ) -> None:
     """Publish policy versions in a layout that other tools follow: a full checkpoint, then a delta for each version.
 
-    A version appears whole or not at all, and is never written again: give the same command to go on.
+    A version appears whole or not at all, and is never written again: give the same command to go on. Exit code 1 when one is
+    damaged and was left out; with --follow else that of the run's end: 0 finished, 1 failed, 75 stopped.
     """
     if first is not None and last is not None and first > last:
         raise UsageError(f"--from {first} is after --to {last}", mend="give a range that begins before it ends")
@@ -65,8 +67,9 @@ def export(
     check_outputs(output)
     exporter = Exporter(run_layout, output, lambda: _counting(run_layout))
     made: list[Exported] = []
+    end, told = End(), Told(exporter)
     try:
-        for one in _exported(run_layout, exporter, first, last, follow):
+        for one in _exported(run_layout, exporter, first, last, follow, end, told):
             made.append(one)
             if not as_json:
                 why = f" ({one.because})" if one.because else ""
@@ -76,7 +79,10 @@ def export(
                 )
     except KeyboardInterrupt:
         pass  # it ends the following; what was published stays
-    there = published_versions(output)
+    told.gaps()
+    there = exporter.versions
+    if not there and not exporter.left_out:
+        raise InputError(f"{run_layout.root} has no policy version to export", mend="see `milesbatch weights ls`")
     if as_json:
         versions = [
             {
@@ -88,12 +94,33 @@ def export(
             }
             for one in made
         ]
-        print_json({"layout": layout.value, "directory": str(output), "exported": versions, "versions": there})
-    elif there:
-        newly = many(len(made), "version") if made else "nothing new"
-        print(f"{newly}; {output} holds {many(len(there), 'policy version')}, {there[0]} to {there[-1]}")
+        body = {"layout": layout.value, "directory": str(output), "exported": versions, "versions": there}
+        print_json({**body, "left_out": sorted(exporter.left_out)})
     else:
-        raise InputError(f"{run_layout.root} has no policy version to export", mend="see `milesbatch weights ls`")
+        newly = many(len(made), "version") if made else "nothing new"
+        held = f", {there[0]} to {there[-1]}" if there else ""
+        print(f"{newly}; {output} holds {many(len(there), 'policy version')}{held}")
+    code = end.tell()
+    if exporter.left_out or exporter.gaps or code:
+        raise typer.Exit(EXIT_NOT_WELL if exporter.left_out or exporter.gaps else code)
+
+
+class Told:
+    """What was said on standard error, so that it is said once."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter, self._said = exporter, 0
+
+    def left_out(self) -> None:
+        for version, what in list(self._exporter.left_out.items())[self._said :]:
+            print(f"version {version} is left out: {what}", file=sys.stderr, flush=True)
+        self._said = len(self._exporter.left_out)
+
+    def gaps(self) -> None:
+        if self._exporter.gaps:
+            words = ", ".join(str(gap) for gap in self._exporter.gaps[:_MOST_NAMES])
+            what = "are not in the directory and cannot be published again: readers cannot pass them"
+            print(f"versions {words} {what}; the next version will be a full copy", file=sys.stderr, flush=True)
 
 
 def _counting(layout: RunLayout) -> AcceptManifest:
@@ -101,17 +128,25 @@ def _counting(layout: RunLayout) -> AcceptManifest:
 
 
 def _exported(
-    layout: RunLayout, exporter: Exporter, first: int | None, last: int | None, follow: bool
+    layout: RunLayout,
+    exporter: Exporter,
+    first: int | None,
+    last: int | None,
+    follow: bool,
+    end: End,
+    told: Told,
 ) -> Iterator[Exported]:
     """Versions as they are published; with ``follow`` until ``last`` is there, or the run is over and all of it is."""
     if first is not None and not follow and (one := exporter.export(first)) is not None:
         yield one  # or the error that says why just this one cannot be had
-    for _ in looks(layout, follow=follow):
+    for _ in looks(layout, follow=follow, end=end):
         for version in exporter.due(first, last):
-            if (one := exporter.export(version)) is not None:
+            if (one := exporter.export_or_leave_out(version)) is not None:
                 yield one
+            told.left_out()
+        told.left_out()
         newest = exporter.last
-        if last is not None and newest is not None and newest >= last:
+        if last is not None and (last in exporter.left_out or (newest is not None and newest >= last)):
             return
         if newest is not None and first is not None and newest >= first:
             first = None  # from here on, what follows the newest

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from milesbatch.cli.documents import print_json
-from milesbatch.cli.following import LOOK_S, looks
+from milesbatch.cli.following import LOOK_S, End, looks
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, CorruptArtefactError, InputError
@@ -48,15 +48,17 @@ def push(
 ) -> None:
     """Copy committed policy versions to an object store; what is there is compared and never rewritten.
 
-    Give the same command to go on. Exit code 1 when a version is damaged and was left out.
+    Give the same command to go on. Exit code 1 when a version is damaged and was left out; with --follow else that of the run's
+    end: 0 finished, 1 failed, 75 stopped.
     """
     layout = find_run(run)
     check_outputs(None if "://" in url else Path(url).parent)  # the store itself has a run's form
     job = Push(layout, open_store(url, endpoint))
     done: list[Pushed] = []
+    end = End()
     try:
         job.begin()
-        for one in (one for _ in looks(layout, follow=follow) for one in job.versions()):
+        for one in (one for _ in looks(layout, follow=follow, end=end) for one in job.versions()):
             done.append(one)
             if one.damage:
                 print(f"version {one.version} is left out: {one.damage}", file=sys.stderr, flush=True)
@@ -74,8 +76,9 @@ def push(
     else:
         already = len(whole) - len(new)
         print(f"{many(len(new), 'version')} pushed to {url}, {already} already there")
-    if left_out:
-        raise typer.Exit(EXIT_NOT_WELL)
+    code = end.tell()
+    if left_out or code:
+        raise typer.Exit(EXIT_NOT_WELL if left_out else code)
 
 
 def pull(

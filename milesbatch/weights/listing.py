@@ -15,6 +15,7 @@ from milesbatch.errors import CorruptArtefactError, FormatVersionError, Milesbat
 from milesbatch.records import Retirement, WeightsManifest
 from milesbatch.store.durable import read_optional, verify_file
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights.expected import expected_versions
 from milesbatch.weights.folding import DigestError, fold
 from milesbatch.weights.reader import committed_versions, delta_refs, is_retired, keyframe_refs, read_manifest
 from milesbatch.weights.rebuild import check_tensor, check_tensors, check_weights_digest, read_keyframe, read_link
@@ -43,21 +44,38 @@ class WeightsRow:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that should hold and does not. ``kind``: ``manifest``, ``retirement``, ``file``, ``digest`` or ``chain``."""
+    """Something that should hold and does not. ``kind``: ``missing``, ``manifest``, ``retirement``, ``file``, ``digest`` or
+    ``chain``."""
 
     kind: str
     path: str
     detail: str
 
 
-def rows(layout: RunLayout) -> list[WeightsRow]:
+def rows(layout: RunLayout, damaged: list[Violation] | None = None) -> list[WeightsRow]:
     """All committed versions, ascending; ``path`` is relative to the run directory.
 
+    With a list of ``damaged``, versions whose manifest cannot be read are added to it and left out.
+
     Raises:
-        CorruptArtefactError: a manifest is damaged.
+        CorruptArtefactError, FormatVersionError: a manifest cannot be read, and there is no such list.
     """
-    manifests = (read_manifest(layout, version) for version in committed_versions(layout))
-    return [_row(layout, manifest) for manifest in manifests if manifest is not None]
+    found = []
+    for version in committed_versions(layout):
+        try:
+            manifest = read_manifest(layout, version)
+        except (CorruptArtefactError, FormatVersionError) as error:
+            if damaged is None:
+                raise
+            damaged.append(Violation("manifest", _manifest_path(layout, version), error.what))
+            continue
+        if manifest is not None:
+            found.append(_row(layout, manifest))
+    return found
+
+
+def _manifest_path(layout: RunLayout, version: int) -> str:
+    return str(layout.weights_manifest(version).relative_to(layout.root))
 
 
 def bytes_by_encoding(layout: RunLayout, manifest: WeightsManifest) -> dict[str, int]:
@@ -111,13 +129,16 @@ def verify(layout: RunLayout) -> Iterator[Violation]:
 
     A version with a delta and a keyframe is checked both ways. After damage the walk goes on from the next keyframe. Of a
     retired version only the records are checked: the walk begins with the first keyframe behind it. In a directory of pulled
-    weights a file may be absent, as long as the version can be rebuilt without it.
+    weights a file may be absent, as long as the version can be rebuilt without it. Of a run, versions of which nothing is left
+    are told first.
     """
     is_part = layout.mirror.exists()
     held: _Held | None = None
     base = 0
-    for version in committed_versions(layout):
-        path = str(layout.weights_manifest(version).relative_to(layout.root))
+    committed = committed_versions(layout)
+    yield from _missing(layout, committed)
+    for version in committed:
+        path = _manifest_path(layout, version)
         try:
             manifest = read_manifest(layout, version)
         except (CorruptArtefactError, FormatVersionError) as error:
@@ -139,6 +160,15 @@ def verify(layout: RunLayout) -> Iterator[Violation]:
             walk.is_lost()
         if not is_retired(layout, version):  # it may have been retired while it was read
             yield from (found for found in walk.violations if found.kind != "chain" or version >= base)
+
+
+def _missing(layout: RunLayout, committed: list[int]) -> Iterator[Violation]:
+    expected = expected_versions(layout, committed)
+    for version in sorted(set(expected) - set(committed)):
+        path = layout.weights_manifest(version)
+        if not path.exists():  # else it was published since the versions were listed
+            detail = f"{path} is missing; versions {expected[0]} to {expected[-1]} were published"
+            yield Violation("missing", _manifest_path(layout, version), detail)
 
 
 def _base_of(layout: RunLayout, version: int) -> int:

@@ -2,8 +2,8 @@
 
 Owns one directory of such versions; never changes the run (but for a hold while it reads) and never a version that is there.
 Invariant: a version's directory appears under its name with all it holds, durably, or not at all; each delta was taken between
-two proven copies, the older of which is, bit for bit, the version before in that directory. Needs no torch. The page behind it
-is ``docs/format-miles.md``.
+two proven copies, the older of which is, bit for bit, the version before in that directory, and can be read there. Needs no
+torch. The page behind it is ``docs/format-miles.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zstandard
 
 from milesbatch.errors import CorruptArtefactError, InputError
 from milesbatch.records import WeightsManifest
-from milesbatch.store.directories import publish_directory
+from milesbatch.store.directories import held_names, listed, missing, publish_directory, take_back
 from milesbatch.store.durable import (
     TEMPORARY_PREFIX,
     AlreadyExistsError,
@@ -38,6 +38,7 @@ from milesbatch.weights.materialize import write_model
 from milesbatch.weights.miles_layout import (
     INDEX,
     WEIGHTS,
+    VersionIndex,
     delta_index,
     file_name,
     full_index,
@@ -47,7 +48,7 @@ from milesbatch.weights.miles_layout import (
 )
 from milesbatch.weights.reader import AcceptManifest, committed_versions, is_retired, read_manifest
 from milesbatch.weights.rebuild import Copy, rebuild
-from milesbatch.weights.tensorfile import write_tensors
+from milesbatch.weights.tensorfile import read_rows, write_tensors
 from milesbatch.weights.tensors import RawTensor
 
 _BLOCK_BYTES = 4 << 20
@@ -78,40 +79,98 @@ class Exporter:
         """``accept`` gives, at each look, the judge of which committed manifests count.
 
         Raises:
-            InputError: ``directory`` holds other weights than this run's.
-            CorruptArtefactError: its newest version is damaged. StorageError: it cannot be read or written.
+            InputError: ``directory`` holds other weights than this run's, or other things and no weights.
+            CorruptArtefactError: a version from its newest full copy on is damaged. StorageError: it cannot be read or written.
         """
         self._layout, self._directory, self._accept = layout, directory, accept
         self._copy: Copy | None = None
-        make_directory(directory)
+        self.left_out: dict[int, str] = {}
+        """Versions that were found damaged in the run, and how; they are not tried again."""
         _sweep(directory)
         if (last := self.last) is not None:
             self._require_same(last)
+        elif held := held_names(directory):
+            raise InputError(
+                f"{directory} is not empty and holds no exported versions: it holds {listed(held)}",
+                mend="give a new or empty directory, or one that was exported to",
+            )
+        self.gaps = self._find_gaps()
+        """Versions that are not in the directory although others there build on them, ascending."""
 
     @property
     def last(self) -> int | None:
         """The newest version in the directory; None when there is none."""
-        return max(published_versions(self._directory), default=None)
+        return max(self.versions, default=None)
+
+    @property
+    def versions(self) -> list[int]:
+        """What the directory holds, ascending; nothing when it does not exist (yet)."""
+        return published_versions(self._directory) if self._directory.exists() else []
+
+    def _find_gaps(self) -> list[int]:
+        """From the newest full copy on, for a reader needs nothing before it; all files that indexes name must be there."""
+        there = self.versions
+        begin: int | None = None
+        for version in reversed(there):
+            index = self._read_whole(version)
+            begin = version if index.base is None else index.base
+            if index.base is None:
+                break
+        return [] if begin is None else [version for version in range(begin, there[-1]) if version not in set(there)]
+
+    def _read_whole(self, version: int) -> VersionIndex:
+        mend = "remove this version's directory: the same command publishes it anew"
+        try:
+            index = read_index(self._directory, version)
+        except CorruptArtefactError as error:
+            raise CorruptArtefactError(error.what, mend=mend) from error
+        assert index is not None, "it was listed"
+        for name in (*index.files, *(index.digests or ())):
+            path = index.directory / name
+            if not path.is_file():
+                raise CorruptArtefactError(f"{path} is missing", mend=mend)
+            if name in index.files:
+                try:
+                    read_rows(path)
+                except CorruptArtefactError as error:
+                    raise CorruptArtefactError(error.what, mend=mend) from error
+        return index
 
     def due(self, first: int | None, last: int | None) -> list[int]:
         """Versions to publish now, ascending: those of ``first`` to ``last`` that are kept, count, and are not there yet.
 
-        Without ``first``, what follows the newest one that is there; all that is kept when there is none.
+        Without ``first``, the gaps, and what follows the newest one that is there; all that is kept when there is none.
         """
         newest = self.last
         begin = first if first is not None else 0 if newest is None else newest + 1
-        if newest is not None and begin == newest + 1 and not self._layout.weights_manifest(begin).is_file():
-            return []  # the usual case of one that follows: one look, no listing
-        accept, present = self._accept(), set(published_versions(self._directory))
+        gaps = set(self.gaps) - set(self.left_out) if first is None else set()
+        is_following = newest is not None and begin == newest + 1 and not gaps
+        if is_following and not self._layout.weights_manifest(begin).is_file():
+            return []  # the usual case: one look, no listing
+        accept, present = self._accept(), {*self.versions, *self.left_out}
         chosen = []
         for version in committed_versions(self._layout):
-            is_asked = version >= begin and (last is None or version <= last)
+            is_asked = (version >= begin or version in gaps) and (last is None or version <= last)
             if not is_asked or version in present or is_retired(self._layout, version):
                 continue
-            manifest = read_manifest(self._layout, version)
+            try:
+                manifest = read_manifest(self._layout, version)
+            except CorruptArtefactError as error:
+                self.left_out[version] = error.what
+                continue
             if manifest is not None and accept(manifest):
                 chosen.append(version)
         return chosen
+
+    def export_or_leave_out(self, version: int) -> Exported | None:
+        """As :meth:`export`, but a version that is damaged in the run is noted in :attr:`left_out`; the next that can be
+        rebuilt is then a full checkpoint. One that was retired meanwhile is passed over."""
+        try:
+            return self.export(version)
+        except CorruptArtefactError as error:
+            if not is_retired(self._layout, version):
+                self.left_out[version] = error.what
+            return None
 
     def export(self, version: int) -> Exported | None:
         """Publish ``version``: as a delta when the version before is in the directory and can be read, else in full.
@@ -130,11 +189,13 @@ class Exporter:
             before = self._before(version)
             after = rebuild(self._layout, version, local=before, accept=self._accept())
         self._copy = after
+        made_directories = missing(self._directory)
+        make_directory(self._directory)
         staged = self._directory / f"{TEMPORARY_PREFIX}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}"
         final = self._directory / version_name(version)
         try:
             if before is None:
-                because = f"version {version - 1} is not here" if version else "it is the first"
+                because = self._why_full(version)
                 made = Exported(version, "full", *_write_full(self._layout, staged, after), final, because)
             elif _shapes(before.manifest) != _shapes(after.manifest):
                 because = f"version {version - 1} has other tensors"
@@ -148,14 +209,25 @@ class Exporter:
         except BaseException:
             if staged.is_dir():
                 remove_tree(staged)
+            take_back(made_directories)
             raise
+        self.gaps = [gap for gap in self.gaps if gap > version or (gap < version and made.kind == "delta")]
         return made
+
+    def _why_full(self, version: int) -> str:
+        if version == 0:
+            return "it is the first"
+        if broken := [gap for gap in self.gaps if gap < version - 1]:
+            return f"version {broken[0]} is not here, and those behind it cannot be read"
+        return f"version {version - 1} is not here"
 
     def _before(self, version: int) -> Copy | None:
         """The version before, as the directory has it; None when there is none to build on."""
         before = version - 1
         if before < 0 or not (self._directory / version_name(before)).is_dir():
             return None
+        if any(gap < version for gap in self.gaps):
+            return None  # readers cannot get to it
         self._require_same(before)
         if self._copy is not None and self._copy.version == before:
             return self._copy

@@ -23,6 +23,7 @@ from milesbatch.weights.materialize import is_weights_file
 _KEYS = RunLayout(Path())
 
 RUN_KEY = _KEYS.run_record.as_posix()
+_MEND = "delete it and push that version again, or choose another version"
 WEIGHTS_PREFIX = _KEYS.weights.as_posix()
 
 
@@ -68,11 +69,12 @@ def parse_manifest(data: bytes, place: str, version: int) -> WeightsManifest:
     Raises:
         CorruptArtefactError: it is damaged, or of another version.
     """
-    manifest = WeightsManifest.from_bytes(data, place)
+    try:
+        manifest = WeightsManifest.from_bytes(data, place)
+    except CorruptArtefactError as error:
+        raise CorruptArtefactError(error.what, mend=_MEND, unseen=error.unseen) from error
     if manifest.version != version:
-        raise CorruptArtefactError(
-            f"{place} is the manifest of version {manifest.version}", mend="delete it and push that version again"
-        )
+        raise CorruptArtefactError(f"{place} is the manifest of version {manifest.version}", mend=_MEND)
     return manifest
 
 

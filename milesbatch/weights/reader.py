@@ -42,12 +42,21 @@ def read_manifest(layout: RunLayout, version: int) -> WeightsManifest | None:
     data = read_optional(path)
     if data is None:
         return None
-    manifest = WeightsManifest.from_bytes(data, str(path))
+    try:
+        manifest = WeightsManifest.from_bytes(data, str(path))
+    except CorruptArtefactError as error:
+        raise CorruptArtefactError(error.what, mend=_mend(layout) or error.mend, unseen=error.unseen) from error
     if manifest.version != version:
-        raise CorruptArtefactError(
-            f"{path} is the manifest of version {manifest.version}", mend="run `milesbatch weights verify` on the run"
-        )
+        mend = _mend(layout) or "run `milesbatch weights verify` on the run"
+        raise CorruptArtefactError(f"{path} is the manifest of version {manifest.version}", mend=mend)
     return manifest
+
+
+def _mend(layout: RunLayout) -> str | None:
+    """Of a damaged manifest in what only looks like a run as far as weights go; None in a run."""
+    if layout.mirror.exists():
+        return "give the same `milesbatch weights pull` again: it fetches that version anew"
+    return None if layout.batches.is_dir() else "delete that file, and push that version again"
 
 
 def committed_versions(layout: RunLayout) -> list[int]:

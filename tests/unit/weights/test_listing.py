@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from builders import grow, make_incarnation, make_run
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from milesbatch.cli import weights as cli
-from milesbatch.errors import InputError
-from milesbatch.records import Retirement
+from milesbatch.errors import CorruptArtefactError, InputError
+from milesbatch.records import Retirement, Seal
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.listing import rows, verify
 from milesbatch.weights.publisher import Publisher
-from milesbatch.weights.reader import RetiredError
+from milesbatch.weights.reader import RetiredError, read_manifest
 
 Make = Callable[[int], dict[str, torch.Tensor]]
 Damage = Callable[[int, str], Path]
@@ -74,7 +76,72 @@ def test_every_damaged_file_is_found(layout: RunLayout, chain: Publisher, damage
 def test_a_lost_or_damaged_manifest_is_found(layout: RunLayout, chain: Publisher) -> None:
     layout.weights_manifest(1).write_bytes(b"{}")
     layout.weights_manifest(4).unlink()
-    assert found(layout) == [("manifest", manifest_path(1)), ("chain", manifest_path(2)), ("chain", manifest_path(5))]
+    assert found(layout) == [
+        ("missing", manifest_path(4)),
+        ("manifest", manifest_path(1)),
+        ("chain", manifest_path(2)),
+        ("chain", manifest_path(5)),
+    ]
+
+
+def test_a_version_of_which_nothing_is_left_is_missed(tmp_path: Path) -> None:
+    """Between others, the first one, and the newest of which only other records tell."""
+    for gone, code in ((3, 1), (0, 1), (6, 1), (None, 0)):
+        layout = make_run(tmp_path / f"without-{gone}")
+        grow(layout, 6)
+        if gone is not None:
+            shutil.rmtree(layout.weights_version(gone))
+        result = CliRunner().invoke(cli.app, ["verify", str(layout.root), "--json"])
+        missing = [row["path"] for row in json.loads(result.stdout)["violations"] if row["kind"] == "missing"]
+        assert (result.exit_code, missing) == (code, [] if gone is None else [manifest_path(gone)])
+    layout = make_run(tmp_path / "without-checkpoints")
+    grow(layout, 6, checkpoint_every=100)
+    for version in (5, 6):
+        shutil.rmtree(layout.weights_version(version))
+    assert found(layout) == [], "versions 5 and 6 may not have been published yet"
+    shutil.rmtree(layout.weights_version(4))
+    assert found(layout) == [("missing", manifest_path(4))]
+
+
+def test_what_the_newest_life_may_still_publish_again_is_not_missed(tmp_path: Path) -> None:
+    """Its seal accepted less than the one before had recorded; what the seal accepted must be there."""
+    layout = make_run(tmp_path / "run")
+    grow(layout, 6)
+    for version in (4, 5, 6):
+        shutil.rmtree(layout.weights_version(version))
+    seal = Seal(last_batch=6, last_version=3, checkpoints=(2, 4, 6), trajectories=())
+    for number, accepted in ((1, None), (2, seal)):
+        record = make_incarnation(number) if accepted is None else make_incarnation(number, seal=accepted)
+        layout.incarnation(number).write_bytes(record.to_bytes())
+    assert found(layout) == []
+    shutil.rmtree(layout.weights_version(3))
+    assert found(layout) == [("missing", manifest_path(3))]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}\n"])
+def test_ls_lists_the_others_and_names_a_damaged_manifest(whole: RunLayout, damage: bytes) -> None:
+    whole.weights_manifest(2).write_bytes(damage)
+    for flags in ([], ["--json"]):
+        result = CliRunner().invoke(cli.app, ["ls", str(whole.root), *flags])
+        assert result.exit_code == 1
+        assert "weights/000002/manifest.json" in result.stderr and "audit" not in result.stderr
+    assert [row["version"] for row in json.loads(result.stdout)] == [0, 1, 3, 4, 5]
+
+
+def test_in_a_store_a_damaged_manifest_is_mended_by_pushing_again(whole: RunLayout, tmp_path: Path) -> None:
+    store = RunLayout(tmp_path / "store")
+    shutil.copytree(whole.weights, store.weights)
+    store.weights_manifest(2).write_bytes(b"{")
+    with pytest.raises(CorruptArtefactError) as caught:
+        read_manifest(store, 2)
+    assert "push that version again" in caught.value.mend
+    store.weights_manifest(2).write_bytes(store.weights_manifest(1).read_bytes())
+    store.mirror.write_text("{}")
+    with pytest.raises(CorruptArtefactError) as caught:
+        read_manifest(store, 2)
+    assert "weights pull` again" in caught.value.mend
+    shutil.rmtree(store.weights_version(3))
+    assert "missing" not in {kind for kind, _ in found(store)}, "a copy may have holes"
 
 
 def test_a_chain_that_gives_other_weights_is_found(layout: RunLayout, tmp_path: Path, version_tensors: Make) -> None:

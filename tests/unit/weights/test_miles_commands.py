@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from miles_made import (
     make_tensors,
     publish,
     publish_peer,
+    retire,
 )
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from milesbatch.cli import following
 from milesbatch.cli import weights as cli
 from milesbatch.errors import MilesbatchError
 from milesbatch.store.layout import RunLayout
+from milesbatch.weights.digest import weights_digest
 from milesbatch.weights.listing import rows
 from milesbatch.weights.miles_import import rebuild_published
 from milesbatch.weights.miles_layout import published_versions
@@ -106,14 +109,124 @@ def test_following_ends_with_the_asked_version(
     assert rebuild_published(tmp_path / "out", 8).deltas == 3
 
 
-def test_following_ends_with_the_run(whole: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("state", "cause", "code", "said"),
+    [
+        ("finished", None, 0, "finished"),
+        ("failed", "step 3: no space left\nmore", 1, "failed: step 3: no space left"),
+        ("stopped", None, 75, "stopped"),
+    ],
+)
+def test_following_ends_with_the_run(
+    whole: RunLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    cause: str | None,
+    code: int,
+    said: str,
+) -> None:
     """What was published between the last look and the end is there too."""
 
     def condition(reader: object) -> SimpleNamespace:
         publish(whole, range(6, 7))
-        return SimpleNamespace(is_over=True)
+        return SimpleNamespace(is_over=True, state=state, cause=cause, exit_code=code)
 
     monkeypatch.setattr(following.StatusReader, "condition", condition)
     result = invoke("export", whole.root, "-o", tmp_path / "out", "-f")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
+    assert f"the run has ended: {said}\n" in result.stderr
     assert published_versions(tmp_path / "out") == list(range(7))
+
+
+def test_a_damaged_version_is_gone_around_and_told(whole: RunLayout, tmp_path: Path) -> None:
+    """Version 7 has a full copy: readers go on from there. What is behind it is not asked for again."""
+    out = tmp_path / "out"
+    publish(whole, range(6, 8))
+    (payload,) = whole.weights_version(5).glob("delta.*")
+    payload.write_bytes(b"damaged")
+    result = invoke("export", whole.root, "-o", out)
+    assert result.exit_code == 1, result.output
+    for version in (5, 6):
+        assert f"version {version} is left out: policy version {version} cannot be rebuilt" in result.stderr
+    assert "version 7: full" in result.stdout and "(version 6 is not here)" in result.stdout
+    assert published_versions(out) == [0, 1, 2, 3, 4, 7] and weights_of(out, 7) == rows(whole)[7].digest
+    result = invoke("export", whole.root, "-o", out)
+    assert result.exit_code == 0 and "nothing new" in result.stdout
+
+
+def test_a_cut_manifest_does_not_end_the_export(whole: RunLayout, tmp_path: Path) -> None:
+    whole.weights_manifest(3).write_bytes(whole.weights_manifest(3).read_bytes()[:100])
+    result = invoke("export", whole.root, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["left_out"] == [3]
+    assert published_versions(tmp_path / "out") == [0, 1, 2, 4, 5]
+    assert weights_of(tmp_path / "out", 5) == rows(whole, [])[-1].digest
+
+
+@pytest.mark.parametrize("gone", [0, 2, 3, 5])
+def test_a_version_that_went_from_the_directory_comes_back(whole: RunLayout, tmp_path: Path, gone: int) -> None:
+    out = tmp_path / "out"
+    assert invoke("export", whole.root, "-o", out).exit_code == 0
+    shutil.rmtree(out / f"weight_v{gone:06d}")
+    result = invoke("export", whole.root, "-o", out)
+    assert result.exit_code == 0 and f"version {gone}: " in result.stdout, result.output
+    assert published_versions(out) == list(range(6)) and weights_of(out, 5) == rows(whole)[5].digest
+
+
+def test_a_gap_that_cannot_be_filled_is_told_and_ends_with_a_full_copy(whole: RunLayout, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert invoke("export", whole.root, "-o", out).exit_code == 0
+    shutil.rmtree(out / "weight_v000002")
+    for version in range(4):
+        retire(whole, version)
+    result = invoke("export", whole.root, "-o", out)
+    assert result.exit_code == 1 and "versions 2 are not in the directory" in result.stderr
+    publish(whole, range(6, 8))
+    result = invoke("export", whole.root, "-o", out)
+    assert result.exit_code == 0 and "version 6: full" in result.stdout and "version 7: delta" in result.stdout
+    assert weights_of(out, 7) == rows(whole)[7].digest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weight_v000003/model.safetensors.index.json",
+        "weight_v000002/model-00000-of-00001.safetensors",
+        "weight_v000000/model.safetensors",
+        "weight_v000000/config.json",
+    ],
+)
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_file_that_went_from_the_directory_is_named(whole: RunLayout, tmp_path: Path, name: str, how: str) -> None:
+    out = tmp_path / "out"
+    assert invoke("export", whole.root, "-o", out).exit_code == 0
+    path = out / name
+    if how == "gone":
+        path.unlink()
+    elif name.endswith("config.json"):
+        return  # its digest is compared by who reads it
+    else:
+        path.write_bytes(path.read_bytes()[:50])
+    result = invoke("export", whole.root, "-o", out)
+    assert isinstance(result.exception, MilesbatchError) and result.exception.exit_code == 1
+    assert str(path) in result.exception.what and "remove this version's directory" in result.exception.mend
+    shutil.rmtree(path.parent)
+    assert invoke("export", whole.root, "-o", out).exit_code == 0
+    assert weights_of(out, 5) == rows(whole)[5].digest
+
+
+def weights_of(out: Path, version: int) -> str:
+    tensors = rebuild_published(out, version).tensors
+    return weights_digest((name, tensor.dtype, tensor.shape, tensor.digest) for name, tensor in tensors.items())
+
+
+def test_a_directory_of_other_things_is_refused_and_a_failed_export_makes_none(
+    whole: RunLayout, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("kept")
+    result = invoke("export", whole.root, "-o", tmp_path / "mine")
+    assert isinstance(result.exception, MilesbatchError) and "it holds thesis.txt" in result.exception.what
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    result = invoke("export", whole.root, "-o", tmp_path / "a" / "b", "--from", 30)
+    assert isinstance(result.exception, MilesbatchError) and not (tmp_path / "a").exists()

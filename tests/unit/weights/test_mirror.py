@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -474,13 +475,14 @@ def test_a_following_push_ends_with_the_run(run: RunLayout, tmp_path: Path, monk
             is_over = next(looks)
             if is_over:
                 publish(run, range(9))  # just before the end
-            return type("Condition", (), {"is_over": is_over})
+            return SimpleNamespace(is_over=is_over, state="failed", cause="no space left\nmore", exit_code=1)
 
     monkeypatch.setattr(following, "StatusReader", Status)
     monkeypatch.setattr(following, "LOOK_S", 0.01)
     monkeypatch.setattr(following, "_OVER_S", 0.0)
     result = invoke("push", run.root, tmp_path / "store", "--follow")
-    assert result.exit_code == 0 and "9 versions pushed" in result.output.replace("\n", " ")
+    assert result.exit_code == 1 and "9 versions pushed" in result.output.replace("\n", " ")
+    assert "the run has ended: failed: no space left\n" in result.stderr
 
 
 def test_without_the_extra_the_packages_are_named(run: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
