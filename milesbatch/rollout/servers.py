@@ -29,13 +29,12 @@ from milesbatch.engines.sglang.groups import ByGroup
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
-from milesbatch.errors import StorageError
 from milesbatch.models.experts import FileNames, recorded_shape
 from milesbatch.models.load import context_length, load_config
 from milesbatch.recipe.models import SGLang
+from milesbatch.rollout.memory import LocalMemory
 from milesbatch.rollout.reaching import open_follower, open_staged_follower
 from milesbatch.rollout.staged import StagedFollower
-from milesbatch.store.durable import make_directory, remove_tree
 from milesbatch.store.run import OpenRun
 from milesbatch.weights.follower import Follower
 
@@ -95,7 +94,7 @@ class Servers:
         self._way: Way
         self.follower: Follower | StagedFollower
         if weights.transport == "delta" and not self._names.differ:
-            self.follower = open_staged_follower(run, owner.incarnation, tell, self._memory / "staged")
+            self.follower = open_staged_follower(run, owner.incarnation, tell, self._memory.directory / "staged")
             self._way = FromDisk(self.follower.held)
         else:
             self.follower = open_follower(run, owner.incarnation, tell)
@@ -140,7 +139,7 @@ class Servers:
             self._engine.close()
         if isinstance(self.follower, StagedFollower):
             self.follower.close()
-        remove_tree(self._memory)
+        self._memory.close()
 
     def _places(self) -> list[ServerPlace]:
         owner, rollout, section = self._owner, self._run.recipe.rollout, self._run.recipe.rollout.sglang
@@ -167,15 +166,15 @@ class Servers:
                     arguments=section.arguments,
                 ),
                 log=log.with_name(f"{owner.name}.server-{number}{log.name.removeprefix(owner.name)}"),
-                memory=self._memory,
+                memory=self._memory.directory,
                 threads=rollout.threads,
             )
             for number in range(owner.servers)
         ]
 
 
-def memory_of(run: OpenRun, owner: Owner) -> Path:
-    """This start's own directory for weights; made, and nobody else's.
+def memory_of(run: OpenRun, owner: Owner) -> LocalMemory:
+    """This start's own directory for weights; made, and nobody else's. Those that earlier starts left are gone.
 
     Raises:
         StorageError: it cannot be made.
@@ -184,12 +183,4 @@ def memory_of(run: OpenRun, owner: Owner) -> Path:
     base = Path(section.memory_dir) if section.memory_dir else Path("/dev/shm")
     if not section.memory_dir and not base.is_dir():
         base = Path(tempfile.gettempdir())
-    directory = base / f"milesbatch-{os.getuid()}" / f"{run.record.run_id}.{owner.name}{owner.life}"
-    make_directory(directory)
-    try:
-        directory.parent.chmod(0o700)
-    except OSError as error:
-        raise StorageError(
-            f"{directory.parent} belongs to somebody else: {error}", mend="choose another rollout.sglang.memory_dir"
-        ) from error
-    return directory
+    return LocalMemory.take(base / f"milesbatch-{os.getuid()}", f"{run.record.run_id}.{owner.name}", owner.life)
