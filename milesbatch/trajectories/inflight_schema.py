@@ -7,7 +7,6 @@ tokens under which weights it was drawn, proven by their digest. The page behind
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,13 +21,13 @@ from milesbatch.ids import VersionSpan, check_digest
 from milesbatch.records import digest_bytes
 from milesbatch.trajectories.experts import RoutedExperts
 from milesbatch.trajectories.schema import KEY_FORMAT, KEY_RUN, KEY_TOKENIZER, items, required
+from milesbatch.trajectories.trajectory import is_logprob
 
 KEY_KIND = b"milesbatch.kind"
 KEY_UNFINISHED = b"milesbatch.unfinished"
 KIND = b"inflight"
 """Tells these files from trajectory files, whose names have the same form."""
 _INT32, _INT64 = 2**31, 2**63
-_LOGPROB_ROUNDING = 1e-3
 _FINISHED = ("stop", "length")
 
 
@@ -87,7 +86,7 @@ def _check_tokens(sample: BegunSample) -> None:
         raise ValueError(f"it has {len(sample.tokens)} tokens and {len(sample.logprobs)} logprobs")
     if not all(0 <= token < _INT32 for token in sample.tokens):
         raise ValueError("a token is not a token id")
-    if not all(math.isfinite(value) and value <= _LOGPROB_ROUNDING for value in sample.logprobs):
+    if not all(is_logprob(value) for value in sample.logprobs):
         raise ValueError("a logprob is not the logarithm of a probability above 0")
     if sample.finish_reason is not None and sample.finish_reason not in _FINISHED:
         raise ValueError(f"finish_reason is {sample.finish_reason!r}; it is null or one of {_FINISHED}")

@@ -22,8 +22,16 @@ from milesbatch.ids import VersionSpan, check_digest, check_worker_name
 _INT32 = 2**31
 _INT64 = 2**63
 _FINISH_REASON = re.compile(r"^[a-z][a-z_]*$")
-_LOGPROB_ROUNDING = 1e-3
+_MOST_LOGPROB = 1e-3
 """A float32 log-softmax of a certain token may come out a little above 0."""
+_LEAST_LOGPROB = -200.0
+"""Nothing below exp(-104) is a float32, and a probability that is none is never drawn; the rest is for engines that draw by
+other numbers than they tell."""
+
+
+def is_logprob(value: float) -> bool:
+    """Can it be the logarithm of the probability of a token that was drawn?"""
+    return _LEAST_LOGPROB <= value <= _MOST_LOGPROB  # NaN is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,7 @@ def _check_tokens(trajectory: Trajectory) -> None:
     for i, (token, wrote, logprob) in enumerate(zip(trajectory.tokens, mask, trajectory.logprobs, strict=True)):
         if not 0 <= token < _INT32:
             raise ValueError(f"tokens[{i}] is {token}, which is not a token id")
-        if not math.isfinite(logprob) or logprob > _LOGPROB_ROUNDING:
+        if not is_logprob(logprob):
             raise ValueError(f"logprobs[{i}] is {logprob}, which is not the logarithm of a probability above 0")
         if not wrote and logprob != 0:
             raise ValueError(f"logprobs[{i}] is {logprob} where loss_mask is false; it must be 0 there")

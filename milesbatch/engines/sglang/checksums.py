@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,6 +42,28 @@ class Proof:
     """Parameters whose hash was computed here from verified bytes, and is the server's."""
     agreed: int
     """Parameters without an expectation: compared with those of the other servers only."""
+
+
+def checksums_of(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Of each rank of a server the hash of each parameter, as ``/weights_checker`` answered.
+
+    Raises:
+        EngineError: it answered something else.
+    """
+    ranks = answer.get("ranks")
+    if not isinstance(ranks, list) or not ranks:
+        raise EngineError("the server told no checksums")
+    found: list[dict[str, str]] = []
+    for number, rank in enumerate(ranks):
+        checksums = rank.get("checksums") if isinstance(rank, dict) else None
+        if (
+            not isinstance(checksums, dict)
+            or not checksums
+            or not all(isinstance(one, str) for one in checksums.values())
+        ):
+            raise EngineError(f"the server's rank {number} told something that is no checksums of parameters")
+        found.append(dict(checksums))
+    return found
 
 
 def compare(

@@ -47,20 +47,20 @@ class ServerClient:
             await self._session.close()
 
     async def get(self, path: str, limit_s: float) -> dict[str, Any]:
-        """The JSON object at ``path``, or an empty one where there are no words.
+        """The JSON object at ``path``; empty words are none.
 
         Raises:
             ServerGoneError, ServerRefusedError: as they say.
         """
-        return await self._ask("GET", path, None, limit_s)
+        return self._object_of(path, await self._ask("GET", path, None, limit_s))
 
     async def post(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send ``body`` and return the JSON object that comes back.
+        """Send ``body`` and return the JSON object that comes back; an empty one where a call is answered in plain words.
 
         Raises:
             ServerGoneError, ServerRefusedError: as they say; the latter also when the answer says ``success: false``.
         """
-        answer = await self._ask("POST", path, body, limit_s)
+        answer = self._object_of(path, await self._ask("POST", path, body, limit_s), words={})
         if answer.get("success") is False:
             raise ServerRefusedError(f"{self.url}/{path} failed: {answer.get('message', 'no reason given')}")
         return answer
@@ -68,12 +68,12 @@ class ServerClient:
     async def is_healthy(self, limit_s: float) -> bool:
         """Has it generated a token when asked, or for somebody else meanwhile? Not while it is paused."""
         try:
-            await self.get("health_generate", limit_s)
+            await self._ask("GET", "health_generate", None, limit_s)  # whatever words it has for it
         except EngineError:
             return False
         return True
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> dict[str, Any]:
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> bytes:
         if self._session is None:  # made where the loop runs
             connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connections, headers=self._headers)
@@ -89,12 +89,18 @@ class ServerClient:
         if status >= 400:
             kind = ServerGoneError if status >= 500 else ServerLacksPathError if status == 404 else ServerRefusedError
             raise kind(f"{self.url}/{path} answered {status}: {_words_of(content)}")
+        return content
+
+    def _object_of(self, path: str, content: bytes, words: dict[str, Any] | None = None) -> dict[str, Any]:
+        """``words``: what stands for an answer that is no JSON; None: it is none."""
+        answer: Any
         try:
-            answer = json.loads(content or b"{}")
-        except ValueError:  # some control calls answer in plain words
-            answer = {"text": content.decode(errors="replace")}
+            answer = json.loads(content)
+        except (ValueError, RecursionError):
+            answer = words
         if not isinstance(answer, dict):
-            raise ServerGoneError(f"{self.url}/{path} answered with something that is no JSON object")
+            said = content[:_WORDS].decode(errors="replace").strip() or "nothing"
+            raise ServerGoneError(f"{self.url}/{path} answered with something that is no JSON object: {said}")
         return answer
 
 
@@ -103,5 +109,5 @@ def _words_of(content: bytes) -> str:
         body = json.loads(content)
         error = body.get("error", body.get("message", body))
         return str(error.get("message", error) if isinstance(error, dict) else error)[:_WORDS]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return content.decode(errors="replace").strip()[:_WORDS] or "without a word"

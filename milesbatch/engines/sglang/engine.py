@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
 from milesbatch.engines.request_check import check_requests
+from milesbatch.engines.sglang.answer import ForeignWeightsError
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
 from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
 from milesbatch.engines.sglang.response import Detokenizer, Response
@@ -97,7 +98,9 @@ class SGLangEngine:
         self._responses: dict[asyncio.Task[None], Response] = {}
         self._in_flight: dict[str, ServerClient] = {}
         """Request id at a server -> that server."""
-        self._versions: set[int] = set()
+        self._prover = prover
+        self._versions: dict[str, int] = {}
+        """Names under which this engine gave weights to servers -> policy version."""
         self._version = -1
         self._activations = 0
         """Names the cache that new requests share: a prefix that older weights computed is not theirs, even when a version
@@ -130,7 +133,7 @@ class SGLangEngine:
         self._check_open()
         if self._in_files is not None:
             weights = _ServedWeights(weights, self._in_files(weights.tensors()))
-        self._versions.add(weights.version)
+        self._versions[self._prover.name_of(weights.version)] = weights.version
         paused_s = self._call(self._fleet.activate(weights))
         self._version = weights.version
         self._activations += 1
@@ -204,7 +207,7 @@ class SGLangEngine:
             if not future.set_running_or_notify_cancel():
                 self._open.pop(future, None)
                 continue
-            response = Response(request, self._limits.routed)
+            response = Response(request, self._limits.vocab_size, self._limits.routed)
             task = self._loop.create_task(self._answer(response, future))
             self._responses[task] = response
             task.add_done_callback(partial(self._ended, future))
@@ -281,7 +284,13 @@ class SGLangEngine:
         if server.epoch != epoch:
             raise ServerGoneError(f"{server.name} was lost, or failed to change its weights, while it answered")
         before = len(response.tokens)
-        reason = response.add(answer, self._versions, self._stop_text)
+        try:
+            reason = response.add(answer, self._versions, self._stop_text)
+        except ForeignWeightsError as error:
+            if server.client is client and server.state == "serving" and not server.is_changing:
+                # It must prove the policy's weights again before it is asked again.
+                server.state, server.trouble = "lost", EngineError(f"{server.name}: {error.what}")
+            raise
         self._tokens += max(len(response.tokens) - before, 0)
         return reason
 

@@ -50,13 +50,15 @@ class ByGroup:
     """Address of a server -> name, process group and store of its group."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+    async def load(
+        self, client: ServerClient, weights: PolicyWeights, name: str, *, keep_cache: bool, limit_s: float
+    ) -> None:
         try:
-            name, group = await self._group_with(client, limit_s)
+            group_name, group = await self._group_with(client, limit_s)
             await client.post("begin_weight_update", {}, limit_s)
             tensors = weights.tensors()
             for bucket in _buckets(tensors, self.bucket_bytes):
-                await self._send(client, name, group, [(key, tensors[key]) for key in bucket], weights, limit_s)
+                await self._send(client, group_name, group, [(key, tensors[key]) for key in bucket], name, limit_s)
             await client.post("end_weight_update", {}, limit_s)
             if not keep_cache:
                 await client.post("flush_cache", {}, limit_s)
@@ -111,20 +113,20 @@ class ByGroup:
     async def _send(
         self,
         client: ServerClient,
-        name: str,
+        group_name: str,
         group: Any,
         tensors: Sequence[tuple[str, torch.Tensor]],
-        weights: PolicyWeights,
+        name: str,
         limit_s: float,
     ) -> None:
         body = {
             "names": [key for key, _ in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
             "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "group_name": name,
+            "group_name": group_name,
             "load_format": "flattened_bucket",
             "flush_cache": False,
-            "weight_version": str(weights.version),
+            "weight_version": name,
         }
         asked = asyncio.create_task(client.post("update_weights_from_distributed", body, limit_s))
         try:

@@ -1,9 +1,9 @@
-"""One response in the making: what servers answered so far, checked, and whether it has ended. Pure; no HTTP, no torch.
+"""One response in the making: what servers answered so far, and whether it has ended. Pure; no HTTP, no torch.
 
-Owns: the meaning of lengths and stops, the same as in the embedded engine whatever a server makes of them, and the
-check that an answer is whole. Invariant: every token that is kept came from a server together with its logprob and a
-policy version that this engine has activated; an answer that is not so is refused as a whole, and nothing of it is
-kept.
+Owns: the meaning of lengths and stops, the same as in the embedded engine whatever a server makes of them. Never: which
+answers are believed (``answer.py``). Invariant: every token that is kept came from a server together with its logprob and
+a policy version that this engine has activated, versions ascending; an answer that is not so is refused as a whole, and
+nothing of it is kept.
 
 A response may take several answers: after its server died, after a pause that aborts, after a server stopped where
 nobody asked it to. Each goes on after the tokens that are there.
@@ -11,16 +11,12 @@ nobody asked it to. Each goes on after the tokens that are there.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest
+from milesbatch.engines.sglang.answer import Answer, read_answer
 from milesbatch.engines.sglang.client import ServerGoneError
 from milesbatch.ids import VersionSpan
 from milesbatch.trajectories.experts import RoutedExperts, width_of
@@ -36,6 +32,7 @@ class Response:
     """What is there of the response to one request."""
 
     request: GenerationRequest
+    vocab_size: int
     routed: tuple[int, int] | None = None
     """Layers, and experts of a token in each, of a model whose experts are recorded."""
     tokens: list[int] = field(default_factory=list)
@@ -89,25 +86,32 @@ class Response:
         return len(self.request.prompt_tokens) + begun - 1 if begun else 0
 
     def add(
-        self, answer: Mapping[str, Any], versions: Container[int], stop_text: Detokenizer | None
+        self, body: Mapping[str, Any], versions: Mapping[str, int], stop_text: Detokenizer | None
     ) -> FinishReason | None:
-        """Take in an answer; why the response has ended, or None: it goes on.
+        """Take in an answer; why the response has ended, or None: it goes on. ``versions``: names of weights that this
+        engine gave to servers -> policy version.
 
         Raises:
-            ServerGoneError: the answer is not whole; nothing of it was taken.
+            ForeignWeightsError: it was drawn under others; nothing of it was taken.
+            ServerGoneError: it is not whole; nothing of it was taken.
         """
-        tokens, logprobs, spans = _parts_of(answer, self.left, versions)
-        meta = answer["meta_info"]
+        answer = read_answer(body, self.left, self.vocab_size, versions)
+        tokens, spans = answer.tokens, answer.spans
+        if spans and self.spans and spans[0].version < self.spans[-1].version:
+            # Another server, which has not changed yet: what it draws goes on from newer weights' tokens.
+            raise ServerGoneError(
+                f"an answer is not whole: policy version {spans[0].version} comes after {self.spans[-1].version}"
+            )
         if self.routed is not None and tokens:
-            self._add_experts(meta, tokens, spans)
-        self.cached_tokens += int(meta.get("cached_tokens") or 0)
-        self.prompt_tokens += int(meta.get("prompt_tokens") or 0)
+            self._add_experts(answer)
+        self.cached_tokens += answer.cached_tokens
+        self.prompt_tokens += answer.prompt_tokens
         before = len(self.tokens)
         for span in spans:
             if not self.spans or self.spans[-1].version != span.version:
                 self.spans.append(VersionSpan(span.start + before, span.version))
         self.tokens += tokens
-        self.logprobs += logprobs
+        self.logprobs += answer.logprobs
         stop = self._stop_after(before, stop_text)
         if stop is not None:
             self._cut(stop)
@@ -121,15 +125,15 @@ class Response:
             experts = (experts or RoutedExperts.unknown(width_of(*self.routed), length)).first(length)
         return Completion(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.spans), experts)
 
-    def _add_experts(self, meta: Mapping[str, Any], tokens: Sequence[int], spans: Sequence[VersionSpan]) -> None:
+    def _add_experts(self, answer: Answer) -> None:
         """Raises:
         ServerGoneError: they are not those of the answer's tokens.
         """
         assert self.routed is not None
         start, before = self._first_row, len(self.request.context_tokens) + len(self.tokens)
-        length = before + len(tokens)
-        rows = _experts_of(meta, length - 1 - start, self.routed)
-        if rows is not None and len(spans) > 1 and meta.get("num_retractions"):
+        length, spans = before + len(answer.tokens), answer.spans
+        rows = answer.experts(length - 1 - start, self.routed)
+        if rows is not None and len(spans) > 1 and answer.was_put_back:
             # What was put back is computed again under the weights of then: those rows are not what tokens were drawn by.
             again = before + spans[-1].start - 1 - start
             rows = RoutedExperts.unknown(rows.width, again).then(again, rows.last(len(rows) - again), len(rows))
@@ -155,58 +159,3 @@ class Response:
     def _cut(self, count: int) -> None:
         del self.tokens[count:], self.logprobs[count:]
         self.spans = [span for span in self.spans if span.start < count]
-
-
-def _parts_of(
-    answer: Mapping[str, Any], most: int, versions: Container[int]
-) -> tuple[list[int], list[float], list[VersionSpan]]:
-    """Tokens, logprobs and spans of an answer.
-
-    Raises:
-        ServerGoneError: they are not there, or do not belong together.
-    """
-    try:
-        meta = answer["meta_info"]
-        tokens = [int(token) for token in answer["output_ids"]]
-        pairs = [(float(entry[0]), int(entry[1])) for entry in meta.get("output_token_logprobs") or ()]
-        reason = meta["finish_reason"]["type"]
-        spans = _spans_of(meta) if tokens else []
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ServerGoneError(f"an answer lacks what it must have: {type(error).__name__} {error}") from error
-    problem = None
-    if [token for _, token in pairs] != tokens:
-        problem = f"{len(tokens)} tokens came with logprobs of {len(pairs)}, or of others"
-    elif not all(math.isfinite(logprob) for logprob, _ in pairs):
-        problem = "a logprob is not finite"
-    elif len(tokens) > most:
-        problem = f"{len(tokens)} tokens came where {most} were asked for"
-    elif not tokens and reason != "abort":
-        problem = f"no token came, and it ended with {reason}"
-    elif tokens and (spans[0].start != 0 or any(span.version not in versions for span in spans)):
-        problem = f"its tokens are of policy versions {[span.version for span in spans]}, which were not activated here"
-    if problem is not None:
-        raise ServerGoneError(f"an answer is not whole: {problem}")
-    return tokens, [logprob for logprob, _ in pairs], spans
-
-
-def _experts_of(meta: Mapping[str, Any], count: int, shape: tuple[int, int]) -> RoutedExperts | None:
-    """``count`` rows; None for an aborted request that a server had put back: it has let go of them.
-
-    Raises:
-        ServerGoneError: others, or none.
-    """
-    text = meta.get("routed_experts")
-    if text is None and meta["finish_reason"]["type"] == "abort":
-        return None
-    try:
-        numbers = np.frombuffer(base64.b64decode(text or "", validate=True), "<i4")
-        return RoutedExperts.of(numbers.reshape(count, *shape))
-    except (ValueError, TypeError, binascii.Error) as error:
-        raise ServerGoneError(f"an answer is not whole: its routed experts are not {count} rows: {error}") from error
-
-
-def _spans_of(meta: Mapping[str, Any]) -> list[VersionSpan]:
-    stated = meta.get("weight_versions")
-    if stated is None:  # servers of before tell the last version only
-        return [VersionSpan(0, int(meta["weight_version"]))]
-    return [VersionSpan(int(span["start"]), int(span["version"])) for span in stated if span["start"] < span["end"]]

@@ -10,6 +10,7 @@ the version.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from milesbatch.engines.protocol import PolicyWeights
-from milesbatch.engines.sglang.checksums import Proof, compare
+from milesbatch.engines.sglang.checksums import Proof, checksums_of, compare
 from milesbatch.engines.sglang.client import ServerClient
 from milesbatch.errors import EngineError
 from milesbatch.store.durable import make_directory, remove_tree
@@ -42,8 +43,10 @@ class SupersededError(EngineError):
 class Way(Protocol):
     """How weights get into a server."""
 
-    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
-        """Into one server, which is paused.
+    async def load(
+        self, client: ServerClient, weights: PolicyWeights, name: str, *, keep_cache: bool, limit_s: float
+    ) -> None:
+        """Into one server, which is paused, and calls them ``name`` from then on.
 
         Raises:
             EngineError: it did not come about.
@@ -59,14 +62,16 @@ class FromDisk:
 
     materialise: Materialise
 
-    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+    async def load(
+        self, client: ServerClient, weights: PolicyWeights, name: str, *, keep_cache: bool, limit_s: float
+    ) -> None:
         context = self.materialise(weights)
         directory = await asyncio.to_thread(context.__enter__)
         try:
             body = {
                 "model_path": str(directory),
                 "load_format": "auto",
-                "weight_version": str(weights.version),
+                "weight_version": name,
                 "flush_cache": not keep_cache,
             }
             await client.post("update_weights_from_disk", body, limit_s)
@@ -98,9 +103,15 @@ class Prover:
     """Knows what the servers of one engine must answer for one version after the other."""
 
     can_expect: bool
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Names the engine in its weights' names: a server says by them whose weights it has."""
     _version: int = -1
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _others: Mapping[str, str] = field(default_factory=dict)
+
+    def name_of(self, version: int) -> str:
+        """What a server calls this engine's weights of a policy version."""
+        return f"{self.owner}.{version}"
 
     async def prove(self, client: ServerClient, weights: PolicyWeights, limit_s: float) -> Proof:
         """Ask for version and checksums, and compare.
@@ -109,20 +120,19 @@ class Prover:
             EngineError: they are not those of ``weights``.
         """
         info = await client.get("model_info", limit_s)
-        if info.get("weight_version") != str(weights.version):
+        found_name, wanted_name = info.get("weight_version"), self.name_of(weights.version)
+        if found_name != wanted_name:
             raise EngineError(
-                f"{client.url} has policy version {info.get('weight_version')} after an update to {weights.version}"
+                f"{client.url} has weights {found_name!r} after an update to policy version {weights.version}, which is "
+                f"{wanted_name!r} here; does somebody else change its weights?",
+                mend="a server follows one worker of one run: give each its own in rollout.sglang.urls",
             )
         answer = await client.post("weights_checker", {"action": "checksum"}, limit_s)
-        ranks = answer.get("ranks") or []
+        ranks = checksums_of(answer)
         if len(ranks) == 1:
-            found = dict(ranks[0]["checksums"])
+            found = ranks[0]
         else:
-            found = {
-                f"rank {number}: {name}": text
-                for number, rank in enumerate(ranks)
-                for name, text in rank["checksums"].items()
-            }
+            found = {f"rank {number}: {name}": text for number, rank in enumerate(ranks) for name, text in rank.items()}
         others = self._others if self._version == weights.version else {}
         tensors = weights.tensors() if self.can_expect else {}
         proof = await asyncio.to_thread(
@@ -151,7 +161,8 @@ async def change(
     began_s = time.monotonic()
     try:
         await client.post("pause_generation", {"mode": pause}, min(_PAUSE_S, limit_s))
-        await way.load(client, weights, keep_cache=pause == "in_place", limit_s=limit_s)
+        name = prover.name_of(weights.version)
+        await way.load(client, weights, name, keep_cache=pause == "in_place", limit_s=limit_s)
         await prover.prove(client, weights, limit_s)
     except BaseException:
         on_failure()

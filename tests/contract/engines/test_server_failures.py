@@ -166,3 +166,20 @@ def test_a_server_with_another_key_is_not_used(real: RealServer, models: list[An
     with pytest.raises(EngineError, match="answered 401"):
         engine.await_server()
     engine.close()
+
+
+def test_two_engines_on_one_server_never_take_each_others_tokens(
+    real: RealServer, models: list[Any], tmp_path: Path
+) -> None:
+    """Versions have the same numbers in every run; the names of weights say whose they are."""
+    told: list[str] = []
+    mine, theirs = real.attach(tmp_path / "mine", told=told), real.attach(tmp_path / "theirs")
+    mine.activate(Weights(3, models[0]))
+    theirs.activate(Weights(3, models[1]))
+    asked = request(4)
+    (done,) = results(mine.submit([asked]))
+    assert done.versions == (VersionSpan(0, 3),)
+    assert done.logprobs == pytest.approx(reference_logprobs(models[0], asked, done), abs=EXACT)
+    assert any("somebody else changes this server's weights" in text for text in told), told
+    mine.close()
+    theirs.close()

@@ -172,11 +172,14 @@ class Spoiled:
     def __init__(self, way: Way, spoil: Callable[[ServerClient, PolicyWeights], Any]) -> None:
         self.way, self.spoil, self.times = way, spoil, 0
 
-    async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+    async def load(
+        self, client: ServerClient, weights: PolicyWeights, name: str, *, keep_cache: bool, limit_s: float
+    ) -> None:
         self.times += 1
         if self.times == 1:
             weights = await self.spoil(client, weights) or weights
-        await self.way.load(client, weights, keep_cache=keep_cache, limit_s=limit_s)
+        name = f"{name.partition('.')[0]}.{weights.version}"
+        await self.way.load(client, weights, name, keep_cache=keep_cache, limit_s=limit_s)
 
     def forget(self, client: ServerClient) -> None:
         self.way.forget(client)
@@ -206,7 +209,7 @@ async def _refused(client: ServerClient, weights: PolicyWeights) -> None:
     [
         (_other_weights, "has checksum"),
         (_one_bit, "layers.1.mlp.gate_up_proj.weight has checksum"),
-        (_other_version, "has policy version 32 after an update to 31"),
+        (_other_version, r"\.32' after an update to policy version 31"),
         (_refused, "update_weights_from_disk answered 400"),
     ],
     ids=["other weights", "one element", "other version", "refused"],
