@@ -5,7 +5,7 @@
 Owns the end of these processes. Standard library only, one thread. Invariant: when the worker is gone, however it
 ended, the pipe is closed by the kernel, and the guard kills all its descendants: it is their subreaper (prctl(2)), so
 that none gets out of sight. Should the guard itself be killed, the server has asked the kernel to die with it, and
-SGLang's own processes with the server.
+SGLang's own processes with the server; what these shared is then removed by the worker.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def _kill_descendants() -> None:
     Python's resource trackers end by themselves when those that they serve are gone, and take shared memory away with
     them; they get a moment for that.
     """
-    shared = _shared_memory()
+    shared = shared_memory(os.getpid())
     began_s = time.monotonic()
     while _has_children() and time.monotonic() < began_s + _KILL_S:
-        for pid in _descendants():
+        for pid in _descendants(os.getpid()):
             if time.monotonic() < began_s + _TRACKER_S and _is_tracker(pid):
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -130,10 +130,10 @@ def _has_children() -> bool:
     return True
 
 
-def _shared_memory() -> set[Path]:
-    """Files that SGLang's processes share and that nobody removes after SIGKILL."""
+def shared_memory(root: int) -> set[Path]:
+    """Files that SGLang's processes below ``root`` share and that nobody removes after SIGKILL."""
     found = set()
-    for pid in _descendants():
+    for pid in _descendants(root):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = line.split(maxsplit=5)[-1]
@@ -149,7 +149,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _descendants() -> list[int]:
+def _descendants(root: int) -> list[int]:
     """Zombies too: one that has only lost its first thread still runs, and has children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -157,7 +157,7 @@ def _descendants() -> list[int]:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
-    found, look = [], [os.getpid()]
+    found, look = [], [root]
     while look:
         below = children.get(look.pop(), [])
         found += below

@@ -19,11 +19,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from milesbatch.cluster.context import child_environment
-from milesbatch.engines.sglang.guard import END, OVER
+from milesbatch.engines.sglang.guard import END, OVER, shared_memory
 from milesbatch.errors import EngineError, InputError
 from milesbatch.store.durable import storage_error
 
@@ -36,6 +36,8 @@ _FATAL = re.compile(
     r"|.*launch_server\.py: error:.*|.*cannot be started:.*"
 )
 _TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|not available)", re.IGNORECASE)
+_ACCESS = re.compile(r'.*"[A-Z]+ \S+ HTTP/[\d.]+" \d{3}\b')
+"""A request that was answered: tells nothing of an end."""
 _PREFIX = re.compile(r"^\[[^\]]*\]\s*")
 
 
@@ -47,6 +49,7 @@ class ServerProcess:
     log: Path
     log_begin: int
     """Where what it says begins in the log."""
+    _shared: set[Path] = field(default_factory=set)
 
     @classmethod
     def start(
@@ -78,7 +81,12 @@ class ServerProcess:
         return cls(process, log, begin)
 
     def exit_code(self) -> int | None:
+        """128 and the signal's number when one ended the server; negative when one ended its guard."""
         return self.guard.poll()
+
+    def remember(self) -> None:
+        """What the server's processes share now is removed when they are gone, whoever ended the guard."""
+        self._shared = shared_memory(self.guard.pid)
 
     def end(self) -> None:
         """End it in peace, within seconds; whatever is left is killed."""
@@ -103,6 +111,8 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.guard.pid, signal.SIGKILL)
             self.guard.wait()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
 
     def said(self) -> str:
         """The end of what it has said since this start."""
@@ -137,12 +147,15 @@ def port_was_taken(said: str) -> bool:
 
 def decisive_lines(said: str) -> str:
     """Those lines of a log that say why a server ended: its last errors, else its last words."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in said.splitlines() if line.strip()]
+    lines = [_PREFIX.sub("", line).rstrip() for line in said.splitlines() if line.strip() and not _ACCESS.match(line)]
     fatal = [line for line in lines if _FATAL.match(line)]
     return "\n".join(dict.fromkeys(fatal[-_MOST_LINES:] or lines[-_MOST_LINES:])) or "it said nothing"
 
 
 def server_gone(name: str, code: int, log: Path, said: str) -> EngineError:
     """The error of a server that ended by itself."""
-    how = f"killed by signal {code - 128}" if code > 128 else f"exit status {code}"
+    if code < 0:
+        how = f"the guard was killed by signal {-code}, and the server with it"
+    else:
+        how = f"killed by signal {code - 128}" if code > 128 else f"exit status {code}"
     return EngineError(f"{name} ended ({how}): {decisive_lines(said)}", mend=f"read {log}")

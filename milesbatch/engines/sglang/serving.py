@@ -123,6 +123,7 @@ class StartedServer:
                     await client.get("model_info", _ANSWER_S)
                 except ServerRefusedError as error:  # another server, which does not know this key
                     raise _PortTakenError from error
+                process.remember()
                 return
             if time.monotonic() > deadline_s:
                 raise EngineError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from milesbatch.engines.sglang.launch import ServerProcess, decisive_lines, port_was_taken
+from milesbatch.engines.sglang.launch import ServerProcess, decisive_lines, port_was_taken, server_gone
 from milesbatch.errors import InputError
 
 # A "server" that hides its helpers as well as a process can: a session of its own, and a parent that is gone.
@@ -144,6 +144,43 @@ def test_a_killed_guard_takes_the_server_with_it(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def test_what_servers_of_a_killed_guard_shared_is_removed(tmp_path: Path) -> None:
+    """As SGLang's load snapshots: mapped by a process that gets SIGKILL, and by name nobody's."""
+    shared = Path("/dev/shm") / f"sglang_loads_test{os.getpid()}_0.shm"
+    other = shared.with_name(f"sglang_loads_other{os.getpid()}_0.shm")
+    script = (
+        "import mmap, os, sys, time\nfile = open(sys.argv[1], 'w+b')\nfile.truncate(4096)\n"
+        "memory = mmap.mmap(file.fileno(), 4096)\nopen(sys.argv[2], 'w').write(f'{os.getpid()}\\n')\ntime.sleep(600)"
+    )
+    other.write_bytes(b"somebody else's")
+    try:
+        command = [sys.executable, "-c", script, str(shared), str(tmp_path / "pids")]
+        process = ServerProcess.start(command, tmp_path / "log", {}, None)
+        until(lambda: len(pids(tmp_path)) == 1, "it has started")
+        process.remember()
+        os.kill(process.guard.pid, signal.SIGKILL)
+        until(lambda: process.exit_code() == -signal.SIGKILL, "the guard is gone")
+        process.kill()
+        assert not shared.exists()
+        assert other.exists()
+        check_nothing_left(tmp_path)
+    finally:
+        shared.unlink(missing_ok=True)
+        other.unlink()
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        (-9, "the guard was killed by signal 9, and the server with it"),
+        (137, "killed by signal 9"),
+        (1, "exit status 1"),
+    ],
+)
+def test_how_a_server_ended(tmp_path: Path, code: int, how: str) -> None:
+    assert server_gone("server-0", code, tmp_path / "log", "").what == f"server-0 ended ({how}): it said nothing"
+
+
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="make sglang-cpu"):
         ServerProcess.start([str(tmp_path / "python")], tmp_path / "log", {}, None)
@@ -163,6 +200,12 @@ def test_the_log_of_this_start_alone_is_read(tmp_path: Path) -> None:
     [
         ("", "it said nothing"),
         ("loading\n\nhalf way\n", "loading\nhalf way"),
+        (
+            '[2026-11-30 11:02:03] ready\n[11:02:04] INFO:     127.0.0.1:3 - "GET /health_generate HTTP/1.1" 200 OK\n'
+            'INFO:     127.0.0.1:5 - "POST /generate HTTP/1.1" 500 Internal Server Error\n',
+            "ready",
+        ),
+        ('INFO:     127.0.0.1:5 - "POST /generate HTTP/1.1" 200 OK\n', "it said nothing"),
         (
             "[2026-11-30 10:01:15 TP0] Scheduler hit an exception: Traceback (most recent call last):\n  File x\n"
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n[2026-11-30 10:01:16] bye\n",
