@@ -12,6 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from milesbatch.recipe.inputs import Section
 
+_PORTS = {"http": 80, "https": 443}
+
 
 class SGLang(Section):
     """The SGLang servers of one rollout worker; used with `rollout.engine: sglang`."""
@@ -119,16 +121,28 @@ class SGLang(Section):
 
 
 def server_addresses(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """``urls`` in the form in which servers are asked.
+    """``urls`` in the form in which servers are asked: one spelling of each.
 
     Raises:
         ValueError: one is no address of a server, or is there twice.
     """
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise ValueError(f"{url!r} is not the address of a server such as http://node7:30000")
-    found = tuple(url.rstrip("/") for url in urls)
-    if len(set(found)) < len(found):
-        raise ValueError("an address is there twice: a server follows one worker")
+    found = tuple(_address(url) for url in urls)
+    twice = sorted({url for url in found if found.count(url) > 1})
+    if twice:
+        raise ValueError(f"{twice[0]} is there twice: a server follows one worker")
     return found
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:  # a port out of range, or brackets that do not match
+        raise ValueError(f"{url!r} is not the address of a server such as http://node7:30000: {error}") from error
+    is_plain = url.isascii() and url.isprintable() and not set(url) & set(' ?#@\\"<>')
+    if parts.scheme not in _PORTS or not host or port == 0 or parts.path.strip("/") or not is_plain:
+        raise ValueError(
+            f"{url!r} is not the address of a server such as http://node7:30000: a scheme, a host and a port, and nothing else"
+        )
+    name = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{name}" + ("" if port in (None, _PORTS[parts.scheme]) else f":{port}")
