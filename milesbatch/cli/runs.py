@@ -18,10 +18,19 @@ def find_run(text: str) -> RunLayout:
         InputError: there is no run under that name; lists those that exist.
     """
     for candidate in _candidates(text):
-        if RunLayout(candidate).run_record.exists():
+        if candidate.is_dir() and RunLayout(candidate).run_record.exists():
             return RunLayout(candidate)
+    _refuse_file(text)
     _refuse_fork(text)
     raise _none_at(text)
+
+
+def _refuse_file(text: str) -> None:
+    """Raises:
+    InputError: it is there, and no directory.
+    """
+    if Path(text).exists() and not Path(text).is_dir():
+        raise InputError(f"{text} is not a run: it is a file", mend="give the path of a run directory")
 
 
 def find_submitted(text: str) -> RunLayout:

@@ -23,7 +23,7 @@ from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
 from milesbatch.weights.listing import Violation, WeightsRow, rows, verify
 from milesbatch.weights.materialize import materialize as write_version
-from milesbatch.weights.reader import committed_versions, is_retired
+from milesbatch.weights.reader import committed_versions, is_retired, require_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -108,6 +108,7 @@ def register(
             f"{name!r} cannot name a registered model", mend="use letters, digits, dots, underscores, hyphens"
         )
     layout = find_run(run)
+    require_version(layout, version)
     tracked = MlflowRun(layout)
     with tempfile.TemporaryDirectory(prefix="milesbatch-") as scratch:
         directory = Path(scratch) / "model"

@@ -169,6 +169,8 @@ def import_version(
         if not there:
             raise InputError(f"{directory} holds no versions", mend="give the directory that holds weight_v000001")
         version = there[-1]
+    if base is not None and not base.is_dir():
+        raise InputError(f"--base {base} is not a directory", mend="give a model directory in Hugging Face's layout")
     require_room_for(source_of(directory, version, base), output)
     rebuilt = rebuild_published(directory, version, base)
     write_model_like(rebuilt.source, rebuilt.tensors, output)

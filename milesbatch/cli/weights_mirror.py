@@ -105,6 +105,8 @@ def pull(
     store = open_store(url, endpoint)
     job = Pull(store, directory)
     done: list[Pulled] = []
+    if not follow:
+        job.require(version)
     try:
         with job.taken():
             for one in _pulled(job, version, follow):

@@ -15,14 +15,14 @@ from typing import Annotated
 import typer
 
 from milesbatch.cli.documents import print_json
-from milesbatch.cli.following import looks
+from milesbatch.cli.following import End, looks
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError
 from milesbatch.store.holds import holding
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.survey import Seals, read_incarnations
-from milesbatch.weights.reader import committed_versions, is_retired
+from milesbatch.weights.reader import committed_versions, is_retired, require_version
 from milesbatch.weights.staging import Staging
 
 
@@ -39,12 +39,16 @@ def stage(
 ) -> None:
     """Keep DIR/model the newest policy version (or one version), as a Hugging Face directory, writing only what changes.
 
-    For a local disk or tmpfs. Read DIR/model only between two versions: `state.json` has no target then.
+    For a local disk or tmpfs. Read DIR/model only between two versions: `state.json` has no target then. With --follow the exit
+    code is that of the run's end: 0 finished, 1 failed, 75 stopped.
     """
     if follow and version is not None:
         raise InputError("--follow goes on with new versions, --version asks for one", mend="give one of the two")
     layout = find_run(run)
     check_outputs(output)
+    if version is not None:
+        require_version(layout, version)
+    end = End()
     staged: list[dict[str, object]] = []
     with Staging(
         output, layout, accept=lambda manifest: Seals(read_incarnations(layout)).accept_weights(manifest)
@@ -52,9 +56,11 @@ def stage(
         for name in staging.mended:
             print(f"{staging.model / name} was not the run's, and is again", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):  # it ends the following; what is staged stays
-            _follow(layout, staging, version, follow, staged, as_json)
+            _follow(layout, staging, version, follow, staged, as_json, end)
         if as_json:
             print_json({"version": staging.current, "model": str(staging.model), "staged": staged})
+    if code := end.tell():
+        raise typer.Exit(code)
 
 
 def _follow(
@@ -64,8 +70,9 @@ def _follow(
     follow: bool,
     staged: list[dict[str, object]],
     as_json: bool,
+    end: End,
 ) -> None:
-    for _ in looks(layout, follow=follow):
+    for _ in looks(layout, follow=follow, end=end):
         wanted = version if version is not None else _newest(layout)
         if wanted is None and not follow:
             raise InputError(f"{layout.root} has no policy version yet", mend="see `milesbatch weights ls`")

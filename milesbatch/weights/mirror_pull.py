@@ -93,6 +93,25 @@ class Pull:
         """Of the directory, for what reads weights."""
         return self._layout
 
+    def require(self, version: int | None) -> None:
+        """Return when the store has this version, or any; nothing is made.
+
+        Raises:
+            InputError: it was not pushed.
+        """
+        if self._store.read(RUN_KEY) is None:
+            return  # :meth:`taken` says so
+        if version is None and self.newest() is None:
+            raise InputError("no policy version was pushed there yet", mend="wait for the first one with --follow")
+        if version is not None and not self._store.exists(manifest_key(version)):
+            raise self._not_pushed(version)
+
+    def _not_pushed(self, version: int) -> InputError:
+        return InputError(
+            f"policy version {version} is not at {self._store.url}",
+            mend="choose one that was pushed, or wait with --follow",
+        )
+
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Take the directory and make it what :meth:`bring` needs; one that an earlier pull made is continued.
@@ -167,10 +186,7 @@ class Pull:
         way = _Way()
         target = self._manifest(way, version, version)
         if target is None:
-            raise InputError(
-                f"policy version {version} is not at {self._store.url}",
-                mend="choose one that was pushed, or wait with --follow",
-            )
+            raise self._not_pushed(version)
         plan, files, num_bytes = self._reach(way, version, partial(self._priced, way, version))
         if plan is not None:
             return Pulled(version, target.weights_digest, files, num_bytes, tuple(way.damage))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from milesbatch.errors import CorruptArtefactError, StorageError
+from milesbatch.errors import CorruptArtefactError, InputError, StorageError
 from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, WeightsManifest
 from milesbatch.store.durable import read_optional, storage_error, verify_files
@@ -75,6 +75,25 @@ def committed_versions(layout: RunLayout) -> list[int]:
     except OSError as error:
         raise storage_error(layout.weights, error) from error
     return sorted(versions)
+
+
+def require_version(layout: RunLayout, version: int) -> None:
+    """Return when a version that a person asked for was published and is kept.
+
+    Raises:
+        InputError: it was never published; says which were.
+        RetiredError: its payload was deleted on purpose.
+    """
+    if layout.weights_manifest(version).exists():
+        if is_retired(layout, version):
+            raise retired_error(layout, version)
+        return
+    there = committed_versions(layout)
+    held = f"versions {there[0]} to {there[-1]}" if there else "none yet"
+    raise InputError(
+        f"{layout.root} has no policy version {version}: it has {held}",
+        mend="choose one that `milesbatch weights ls` shows",
+    )
 
 
 def is_retired(layout: RunLayout, version: int) -> bool:

@@ -72,6 +72,10 @@ def test_commands_refuse_in_one_line(whole: RunLayout, tmp_path: Path, base: Pat
             ("import", tmp_path / "peer", "--version", 2, "-o", tmp_path / "b"),
             "builds on version 0, which is not there",
         ),
+        (
+            ("import", tmp_path / "peer", "--version", 1, "--base", tmp_path / "nonexist", "-o", tmp_path / "b"),
+            "nonexist is not a directory",
+        ),
         (("import", tmp_path / "gone", "-o", tmp_path / "b"), "is not a directory"),
         (("import", tmp_path / "none", "-o", tmp_path / "b"), "holds no versions"),
         (("import", tmp_path / "peer", "-o", base, "--base", base), "not an empty directory"),

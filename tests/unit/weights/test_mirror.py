@@ -433,6 +433,13 @@ def test_push_and_pull_as_commands(run: RunLayout, tmp_path: Path) -> None:
     assert result.exit_code == 0 and (tmp_path / "five" / "tokenizer" / "vocab.json").exists()
 
 
+def test_a_pull_of_what_was_never_pushed_makes_no_directory(run: RunLayout, pushed: PosixStore, tmp_path: Path) -> None:
+    for url, words in ((pushed.root, "policy version 99 is not at"), (tmp_path / "nothing", "holds no pushed weights")):
+        result = invoke("pull", url, tmp_path / "a" / "b", "--version", 99)
+        assert isinstance(result.exception, InputError) and words in result.exception.what
+        assert not (tmp_path / "a").exists()
+
+
 def test_a_damaged_version_ends_a_push_with_1(run: RunLayout, tmp_path: Path) -> None:
     (path,) = run.weights_version(5).glob("delta.*")
     spoil(path)

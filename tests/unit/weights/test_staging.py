@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from milesbatch.cli import weights_stage
+from milesbatch.cli import following, weights_stage
 from milesbatch.cli.weights import app
 from milesbatch.errors import InputError, StorageError, StorageFullError
 from milesbatch.store.layout import RunLayout
@@ -370,3 +371,22 @@ def test_the_command_stages_one_version_or_the_newest(
         assert_holds(staging, 6, version_tensors)
     with pytest.raises(InputError, match="give one of the two"):
         invoke("--version", "2", "--follow")
+    with pytest.raises(InputError, match="has no policy version 9: it has versions 0 to 6"):
+        invoke("--version", "9")
+    ended = SimpleNamespace(is_over=True, state="failed", cause="no space left", exit_code=1)
+    monkeypatch.setattr(following.StatusReader, "condition", lambda reader: ended)
+    assert invoke("--follow")[0] == 1
+
+
+def test_what_was_never_published_makes_no_directory(whole: RunLayout, tmp_path: Path) -> None:
+    for words in (
+        ["stage", str(whole.root), "-o", str(tmp_path / "a" / "b")],
+        ["register", str(whole.root), "--name", "m"],
+    ):
+        result = CliRunner().invoke(app, [*words, "--version", "9"])
+        assert isinstance(result.exception, InputError) and "has no policy version 9" in result.exception.what
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    for command in (["verify"], ["stage", "-o", str(tmp_path / "a")]):
+        result = CliRunner().invoke(app, [command[0], str(tmp_path / "file"), *command[1:]])
+        assert isinstance(result.exception, InputError) and "is not a run: it is a file" in result.exception.what
