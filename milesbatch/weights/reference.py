@@ -28,6 +28,7 @@ _WIDTH = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U1
 _WIDTH |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 _PART_BYTES = 1 << 24
 _SEGMENT = 1 << 23
+_CHANGES = 1 << 19
 
 
 def read_version(run: Path, version: int) -> dict[str, Bytes]:
@@ -96,7 +97,8 @@ def _decode_steps(payload: bytes, old: Bytes, width: int) -> Bytes:
         segment = elements[begin : begin + size]
         # A class is how many thresholds the old bits without their sign reach.
         classes = np.searchsorted(thresholds, segment & sign_off, side="right")
-        counts = [_Class(reader) for _ in range(num_thresholds + 1)]
+        counts = [_Class(reader, min(size, _CHANGES)) for _ in range(num_thresholds + 1)]
+        _check(sum(of_class.changes for of_class in counts) <= min(size, _CHANGES), "more changes than a segment has")
         for of_class in counts:
             of_class.take_exceptions(reader)
         reader.take_tokens(sum(of_list.tokens for of_class in counts for of_list in [of_class.gaps, *of_class.values]))
@@ -130,8 +132,9 @@ class _List:
 class _Class:
     """Counts of a class: what its lists are."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _Reader, most: int) -> None:
         self.changes = reader.number()
+        _check(self.changes <= most, f"{self.changes} changes, {most} are the most")  # before anything is allocated
         self.gaps = _List.take(reader, self.changes, most_shift=21)
         self.values: list[_List] = []
 
@@ -275,6 +278,16 @@ def _check(holds: bool, what: str) -> None:
         raise ValueError(f"damaged weights: {what}")
 
 
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 2 or not arguments[1].isdecimal():
+        sys.exit("usage: python -m milesbatch.weights.reference RUN VERSION")
+    try:
+        tensors = read_version(Path(arguments[0]), int(arguments[1]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"error: policy version {arguments[1]} of {arguments[0]} cannot be read: {error}")
+    for name, tensor in sorted(tensors.items()):
+        print(f"{_digest(tensor)}  {tensor.size:>12}  {name}")
+
+
 if __name__ == "__main__":
-    for tensor_name, tensor in sorted(read_version(Path(sys.argv[1]), int(sys.argv[2])).items()):
-        print(f"{_digest(tensor)}  {tensor.size:>12}  {tensor_name}")
+    main(sys.argv[1:])

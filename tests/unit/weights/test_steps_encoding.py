@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from milesbatch.weights import reference, steps
 from milesbatch.weights.codec import apply, decode, encode, open_change
 from milesbatch.weights.kernel_choice import kernels
 from milesbatch.weights.kernels_numpy import NumpyKernels
+from milesbatch.weights.payload import varint
 
 WIDTHS = (1, 2, 4)
 ADVERSARIAL = {
@@ -242,3 +244,18 @@ def test_classes_follow_the_magnitudes_that_change_often() -> None:
         shares.append((old != new)[mine].mean())
     assert all(low > 1.4 * high for low, high in itertools.pairwise(shares))
     assert steps.choose_thresholds(old, old, kernels()).size == 0
+
+
+def test_the_reference_allocates_nothing_on_the_word_of_a_count() -> None:
+    """Changes of a class beyond the segment, or beyond what a segment may have: refused before a list is made of them."""
+    for elements, changes in ((16, 17), (16, 1 << 62), (1 << 23, (1 << 19) + 1)):
+        payload = bytes([3, 0]) + varint(elements) + varint(changes) + varint(22)
+        with pytest.raises(ValueError, match=f"{changes} changes"):
+            reference.decode("steps-zstd", payload, np.zeros(2 * elements, np.uint8), 2)
+
+
+def test_the_reference_as_a_command_has_one_line_for_what_it_cannot_read(tmp_path: Path) -> None:
+    for words, expected in (([str(tmp_path), "99"], "error: policy version 99 of"), ([str(tmp_path), "x"], "usage: ")):
+        with pytest.raises(SystemExit) as caught:
+            reference.main(words)
+        assert str(caught.value.code).startswith(expected) and "\n" not in str(caught.value.code)
