@@ -7,6 +7,7 @@ is said here, before anything was started. The last line on stdout is the finger
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from milesbatch.cluster.last_words import own_error
 from milesbatch.errors import DataError, InputError, MilesbatchError, RunFailedError, StorageError
 from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
+from milesbatch.recipe.sglang import TESTED, python_of_servers
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import read_fork
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _MARK = "fingerprints "
 _LOOK_S = 60.0
+_VERSION = re.compile(r"\d+(\.\w+)+\S*")
 
 
 def prepare(layout: RunLayout, report: Callable[[str], None], python: Sequence[str] = ()) -> dict[str, str]:
@@ -79,7 +82,7 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     from milesbatch.models.load import context_length, load_tokenizer
     from milesbatch.models.prepare import prepare_model
 
-    check_servers_environment(recipe)
+    check_servers_environment(recipe, report)
     prompts = open_prompts(recipe)
     held_out = _held_out(recipe)
     reward = reward_fingerprint(recipe.environment.reward)
@@ -105,9 +108,9 @@ def check_and_make(layout: RunLayout, recipe: Recipe, cache: Path, report: Calla
     return {**model_fingerprints(recipe, layout.model), "data": prompts.fingerprint(), "reward": reward}
 
 
-def check_servers_environment(recipe: Recipe) -> None:
+def check_servers_environment(recipe: Recipe, report: Callable[[str], None]) -> None:
     """With SGLang as the engine: is it there? Before anything is made; servers that run elsewhere are not asked, and an
-    evaluator starts its own.
+    evaluator starts its own. Another version than the tested one is reported.
 
     Raises:
         InputError: it is not.
@@ -121,12 +124,21 @@ def check_servers_environment(recipe: Recipe) -> None:
         "name the Python of an environment in which SGLang is installed (rollout.sglang.python); `make sglang-cpu` makes one"
         " for machines without a GPU"
     )
+    python = python_of_servers(section.python)
     try:
-        answer = subprocess.run([section.python, "-c", question], capture_output=True, text=True, timeout=_LOOK_S)
+        answer = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=_LOOK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"rollout.sglang.python: {section.python} cannot be run: {error}", mend=mend) from error
+        raise InputError(f"rollout.sglang.python: {python} cannot be run: {error}", mend=mend) from error
     if answer.returncode:
-        raise InputError(f"rollout.sglang.python: there is no SGLang beside {section.python}", mend=mend)
+        raise InputError(f"rollout.sglang.python: there is no SGLang beside {python}", mend=mend)
+    version = answer.stdout.strip()
+    if not _VERSION.fullmatch(version):
+        raise InputError(
+            f"rollout.sglang.python: {python} is no Python: asked for the version of SGLang, it said {version[:200]!r}",
+            mend=mend,
+        )
+    if version != TESTED:
+        report(f"warning: SGLang {version} beside {python} is not the tested version, {TESTED}")
 
 
 def _held_out(recipe: Recipe) -> HeldOut | None:

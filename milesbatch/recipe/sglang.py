@@ -5,12 +5,37 @@ The page behind it is ``docs/sglang.md``.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import shutil
+from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from milesbatch.recipe.inputs import Section
+
+TESTED = "0.5.23"
+"""The version of SGLang that this is written against and tested with."""
+_TAKEN = {
+    "--host": "the worker sets it itself",
+    "--port": "the worker sets it itself",
+    "--model-path": "the worker sets it itself",
+    "--model": "the worker sets it itself",
+    "--load-format": "the worker sets it itself",
+    "--api-key": "the worker sets it itself",
+    "--config": "the worker gives a file of its own",
+    "--dtype": "it follows from weights.dtype",
+    "--tp": "set rollout.sglang.tensor_parallel",
+    "--tp-size": "set rollout.sglang.tensor_parallel",
+    "--tensor-parallel-size": "set rollout.sglang.tensor_parallel",
+    "--device": "set rollout.sglang.device",
+    "--base-gpu-id": "the worker sets it itself",
+    "--nnodes": "start a server over several nodes yourself, and name it in rollout.sglang.urls",
+    "--node-rank": "start a server over several nodes yourself, and name it in rollout.sglang.urls",
+    "--help": "no server starts with it",
+    "--version": "no server starts with it",
+}
+"""Flags that `rollout.sglang.arguments` may not have, and why."""
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -22,7 +47,8 @@ class SGLang(Section):
         ".venv-sglang/bin/python",
         min_length=1,
         description="Python of the environment in which SGLang is installed, which is not that of milesbatch; a relative path"
-        " begins where the command is given. `make sglang-cpu` makes one for machines without a GPU.",
+        " begins where the command is given, a name without a slash is looked for on the PATH."
+        " `make sglang-cpu` makes one for machines without a GPU.",
     )
     device: Literal["cuda", "cpu"] = Field(
         "cuda", description="What the servers compute on; `cpu` is for tests and tiny models."
@@ -96,8 +122,9 @@ class SGLang(Section):
     )
     arguments: tuple[str, ...] = Field(
         (),
-        description="Further flags of `sglang.launch_server`, such as `--attention-backend=fa3`; they win over those that"
-        " follow from the recipe.",
+        description="Further flags of `sglang.launch_server`, such as `--attention-backend=fa3`, one word each; they win over"
+        " those that follow from the recipe. What the worker must know of is refused, abbreviated too: addresses, model, dtype,"
+        " key, device, parallelism.",
     )
     urls: tuple[str, ...] = Field(
         (),
@@ -111,13 +138,41 @@ class SGLang(Section):
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return server_addresses(urls)
 
-    @model_validator(mode="after")
-    def _says_what_is_known(self) -> Self:
-        words = [word.split("=")[0] for word in self.arguments]
-        taken = sorted({"--host", "--port", "--model-path", "--load-format", "--dtype", "--api-key"} & set(words))
-        if taken:
-            raise ValueError(f"arguments has {taken[0]}, which the worker sets itself")
-        return self
+    @field_validator("arguments")
+    @classmethod
+    def _are_free_flags(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        may_be_value = False
+        for word in arguments:
+            name, equals, _ = word.partition("=")
+            if name.startswith("--") and len(name) > 2:
+                _check_free(word, name)
+                may_be_value = not equals
+            elif not may_be_value or not word or (word.startswith("-") and not word[1:2].isdigit()):
+                raise ValueError(
+                    f"{word!r} is no flag of the form --name or --name=value, and belongs to none before it"
+                )
+        return arguments
+
+
+def _check_free(word: str, name: str) -> None:
+    """A flag that is free to choose. SGLang takes any beginning of a flag's name for it.
+
+    Raises:
+        ValueError: it is not, or is more than one word.
+    """
+    begin = name.split()[0].replace("_", "-")
+    for taken, why in _TAKEN.items():
+        if taken.startswith(begin):
+            meant = taken if taken == begin else f"{taken}, of which it is the beginning"
+            raise ValueError(f"{word!r} sets {meant}: not in arguments, {why}")
+    if name.split() != [name]:
+        raise ValueError(f"{word!r} is more than one word: write {begin}=value")
+
+
+def python_of_servers(python: str) -> Path:
+    """Where `rollout.sglang.python` is, absolute; a path that may not be there. A name alone is looked for on the PATH."""
+    found = None if "/" in python else shutil.which(python)
+    return Path(found or python).absolute()
 
 
 def server_addresses(urls: tuple[str, ...]) -> tuple[str, ...]:

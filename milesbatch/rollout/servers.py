@@ -32,6 +32,7 @@ from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
 from milesbatch.models.experts import FileNames, recorded_shape
 from milesbatch.models.load import context_length, load_config
 from milesbatch.recipe.models import SGLang
+from milesbatch.recipe.sglang import python_of_servers
 from milesbatch.rollout.memory import LocalMemory
 from milesbatch.rollout.reaching import open_follower, open_staged_follower
 from milesbatch.rollout.staged import StagedFollower
@@ -151,7 +152,7 @@ class Servers:
             StartedServer(
                 name=f"{owner.name}.server-{number}",
                 settings=ServerSettings(
-                    python=Path(section.python).absolute(),
+                    python=python_of_servers(section.python),
                     model=model,
                     device=section.device,
                     dtype=self._run.recipe.weights.dtype,
