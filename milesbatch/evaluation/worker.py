@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from milesbatch.cluster.context import RoleContext
+from milesbatch.cluster.last_words import of_servers
 from milesbatch.decisions.origin import origin_of
 from milesbatch.errors import InputError, StoppedToContinue
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking
@@ -82,7 +83,7 @@ def _who(context: RoleContext, pulse: Pulse, events: EventLog) -> Evaluating:
         print(text, file=sys.stderr, flush=True)
 
     def tell_of_servers(text: str) -> None:
-        tell(text)
+        tell(of_servers(text))
         events.write("engine_server", text=text)
 
     return Evaluating(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from milesbatch.cluster.last_words import without_slurms_words
+from milesbatch.cluster.last_words import without_servers_words, without_slurms_words
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.stamps import since_last_start, split_stamp
 from milesbatch.decisions.first_cause import what_to_try
@@ -207,7 +207,7 @@ def _seconds(first: str, second: str) -> float:
 
 def decisive_lines(text: str) -> tuple[str, ...]:
     """What a log (without times) ends in: the last ``error: ...``, else the end of the last traceback, else the last lines."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = without_servers_words(line.rstrip() for line in text.splitlines() if line.strip())
     lines = without_slurms_words(lines) or lines
     for begins in _DECISIVE:
         places = [place for place, line in enumerate(lines) if begins.match(line)]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from milesbatch.cluster.context import RoleContext
+from milesbatch.cluster.last_words import of_servers
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
@@ -45,7 +46,7 @@ def main(context: RoleContext) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def tell_of_servers(text: str) -> None:
-        tell(text)
+        tell(of_servers(text))
         events.write("engine_server", text=text)
 
     engine: RolloutEngine
