@@ -20,10 +20,11 @@ from milesbatch.decisions.seeds import derive_seed
 from milesbatch.errors import FormatVersionError
 from milesbatch.store.layout import TrajectoryName
 from milesbatch.trajectories.schema import KEY_FORMAT, FileMetadata, trajectory_schema
+from milesbatch.trajectories.trajectory import LEAST_LOGPROB, MOST_LOGPROB
 
 COLUMNS = (
     "group_id", "sample_index", "versions", "weights_digest", "seed",
-    "worker", "incarnation", "prompt_tokens", "response_tokens",
+    "worker", "incarnation", "prompt_tokens", "response_tokens", "tokens", "logprobs",
 )  # fmt: skip
 _TYPES = {name: trajectory_schema().field(name).type for name in COLUMNS}
 _NO_VERSION = np.iinfo(np.int64).max
@@ -55,8 +56,11 @@ class FileFacts:
     """What no writer commits."""
 
 
-def read_facts(path: Path, data: bytes, digest: str, name: TrajectoryName, run_seed: int | None) -> FileFacts:
-    """Facts of the file ``path`` with the content ``data`` of that digest; ``run_seed`` is None when seeds are not known.
+def read_facts(
+    path: Path, data: bytes, digest: str, name: TrajectoryName, run_seed: int | None, vocabulary: int | None
+) -> FileFacts:
+    """Facts of the file ``path`` with the content ``data`` of that digest; ``run_seed`` and ``vocabulary`` (how many token ids
+    the run's model has) are None where they are not known.
 
     Raises:
         FormatVersionError: written by a newer major format version.
@@ -66,6 +70,7 @@ def read_facts(path: Path, data: bytes, digest: str, name: TrajectoryName, run_s
         columns = _read_columns(path, data, facts)
         if not facts.problems:
             _look_at_rows(columns, name, run_seed, facts)
+            _check_tokens(columns, vocabulary, facts)
     except (pa.ArrowException, OSError, ValueError, KeyError, UnicodeDecodeError) as error:
         facts.problems.append(f"it cannot be read as a trajectory file ({error})")
     return facts
@@ -174,6 +179,18 @@ def _weights(column: Any, row_max: Ints, facts: FileFacts) -> None:
     digests = encoded.dictionary.to_pylist()
     pairs = np.unique(np.stack((row_max, _ints(encoded.indices))), axis=1)
     facts.weights = {(version, digests[index]) for version, index in pairs.T.tolist() if version >= 0}
+
+
+def _check_tokens(columns: dict[str, Any], vocabulary: int | None, facts: FileFacts) -> None:
+    """Over all rows at once: which row it is, reading the file says."""
+    tokens = columns["tokens"].flatten().to_numpy(zero_copy_only=False)
+    most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
+    if not ((tokens >= 0) & (tokens <= most)).all():
+        facts.problems.append(f"it has tokens {tokens.min()} to {tokens.max()}; the model has token ids 0 .. {most}")
+    logprobs = columns["logprobs"].flatten().to_numpy(zero_copy_only=False)
+    if not ((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB)).all():  # NaN is neither
+        found = f"{logprobs.min()} to {logprobs.max()}"
+        facts.problems.append(f"it has logprobs {found}; {LEAST_LOGPROB} to 0 are those of tokens that were drawn")
 
 
 def _check_seeds(seeds: Ints, groups: Ints, samples: Ints, run_seed: int, facts: FileFacts) -> None:

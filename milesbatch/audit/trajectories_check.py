@@ -23,6 +23,7 @@ from milesbatch.records import GroupRef, digest_bytes
 from milesbatch.store.durable import TEMPORARY_PREFIX, read_optional
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.groups import group_refs
+from milesbatch.trajectories.vocabulary import vocabulary_of
 from milesbatch.trajectories.writer import content_tag
 
 _READERS = 2
@@ -60,6 +61,8 @@ class _Check:
     history: History
     versions: Versions
     findings: Findings
+    vocabulary: int | None
+    """How many token ids the run's model has."""
     found: Experience = field(default_factory=Experience)
     seen: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class _Check:
         if content_tag(digest) != name.tag:
             return _Looked(len(data), digest, None)
         rules = self.identity.rules
-        facts = read_facts(path, data, digest, name, None if rules is None else rules.seed)
+        facts = read_facts(path, data, digest, name, None if rules is None else rules.seed, self.vocabulary)
         return _Looked(len(data), digest, facts)
 
     def judge(self, path: Path, name: TrajectoryName, looked: _Looked | StorageError) -> None:
@@ -237,7 +240,7 @@ def check_trajectories(
     layout: RunLayout, identity: Identity, lives: Lives, history: History, versions: Versions, findings: Findings
 ) -> Experience:
     """Read every trajectory file once, in the order of groups."""
-    check = _Check(layout, identity, lives, history, versions, findings)
+    check = _Check(layout, identity, lives, history, versions, findings, vocabulary_of(layout.model))
     present: set[str] = set()
     names = _names(layout, findings)
     there = {path.name for path, _ in names}

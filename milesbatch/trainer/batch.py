@@ -13,12 +13,14 @@ from functools import partial
 
 from milesbatch.algorithm.advantages import group_advantages, has_zero_variance
 from milesbatch.algorithm.samples import TrainSample
+from milesbatch.errors import CorruptArtefactError
 from milesbatch.recipe.models import Algorithm
 from milesbatch.records import BatchRecord, GroupRef, Rejection
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.sight import AT_ONCE, Sight
 from milesbatch.trajectories.reader import read_trajectories
 from milesbatch.trajectories.trajectory import Trajectory
+from milesbatch.trajectories.vocabulary import check_vocabulary, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,24 @@ def read_groups(layout: RunLayout, groups: Iterable[GroupRef], sight: Sight = AT
     """Trajectories of each group, verified by digest; each file is read once. ``sight``: how long to look for each.
 
     Raises:
-        CorruptArtefactError: a file is missing or damaged.
+        CorruptArtefactError: a file is missing or damaged, or has a token that the run's model has not.
     """
+    vocabulary = vocabulary_of(layout.model)
     by_file: dict[tuple[str, str], list[int]] = {}
     for group in groups:
         by_file.setdefault((group.path, group.digest), []).append(group.group_id)
     found: dict[int, list[Trajectory]] = {}
     for (name, digest), group_ids in sorted(by_file.items()):
         path = layout.trajectory(name)
-        for trajectory in sight.until_seen(partial(read_trajectories, path, group_ids, digest)):
+        rows = sight.until_seen(partial(read_trajectories, path, group_ids, digest))
+        try:
+            check_vocabulary(rows, vocabulary)
+        except ValueError as error:
+            raise CorruptArtefactError(
+                f"{path} cannot be trained on: {error}",
+                mend="what drew it is not to be trusted: fork the run before this step, with another engine or server",
+            ) from error
+        for trajectory in rows:
             found.setdefault(trajectory.group_id, []).append(trajectory)
     return found
 

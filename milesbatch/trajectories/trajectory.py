@@ -22,16 +22,16 @@ from milesbatch.ids import VersionSpan, check_digest, check_worker_name
 _INT32 = 2**31
 _INT64 = 2**63
 _FINISH_REASON = re.compile(r"^[a-z][a-z_]*$")
-_MOST_LOGPROB = 1e-3
+MOST_LOGPROB = 1e-3
 """A float32 log-softmax of a certain token may come out a little above 0."""
-_LEAST_LOGPROB = -200.0
+LEAST_LOGPROB = -200.0
 """Nothing below exp(-104) is a float32, and a probability that is none is never drawn; the rest is for engines that draw by
 other numbers than they tell."""
 
 
 def is_logprob(value: float) -> bool:
     """Can it be the logarithm of the probability of a token that was drawn?"""
-    return _LEAST_LOGPROB <= value <= _MOST_LOGPROB  # NaN is not
+    return LEAST_LOGPROB <= value <= MOST_LOGPROB  # NaN is not
 
 
 @dataclass(frozen=True, slots=True)

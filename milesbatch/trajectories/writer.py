@@ -20,6 +20,7 @@ from milesbatch.store.durable import publishing
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.schema import FileMetadata, to_table
 from milesbatch.trajectories.trajectory import Trajectory
+from milesbatch.trajectories.vocabulary import check_vocabulary, vocabulary_of
 
 TAG_DIGITS = 16
 
@@ -52,7 +53,8 @@ def write_trajectories(
     the next take-over sweeps.
 
     Raises:
-        ValueError: a trajectory is inconsistent, a group is not whole, or a row names another worker or incarnation.
+        ValueError: a trajectory is inconsistent, or has a token that the run's model has not, a group is not whole, or a row
+            names another worker or incarnation.
         StorageError: nothing was committed.
     """
     ordered = sorted(trajectories, key=lambda t: (t.group_id, t.sample_index))
@@ -64,6 +66,7 @@ def write_trajectories(
                 f"group {trajectory.group_id}, sample {trajectory.sample_index} is of {trajectory.worker}, incarnation "
                 f"{trajectory.incarnation}, but {worker} in incarnation {incarnation} writes the file"
             )
+    check_vocabulary(ordered, vocabulary_of(layout.model))
     groups = ordered[0].group_id, ordered[-1].group_id
     table = to_table(ordered, metadata)
     return commit_table(layout.trajectories, table, groups, incarnation, worker, before_commit)
