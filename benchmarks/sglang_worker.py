@@ -106,7 +106,7 @@ class Bench:
             max_total_tokens=16384,
         )
         self.place = StartedServer("server-0", settings, directory / "server.log", directory / "memory")
-        options = FleetOptions("retract", 600.0, 120.0, 600.0, print)
+        options = FleetOptions("retract", 600.0, 120.0, 600.0, 600.0, print)
         limits = EngineLimits(section.max_length, len(self.tokenizer))
         way = FromDisk(written_to(directory / "staged"))
         self.engine = SGLangEngine([self.place], way, Prover(arguments.device == "cpu"), options, limits)
@@ -122,7 +122,8 @@ class Bench:
         """Tokens and seconds of a bare client for the groups from ``first`` on."""
         episodes = self.runner.episodes(range(first, first + self.arguments.groups))
         bodies = [
-            Response(episode.request).body(f"bare-{first}-{i}.", "bare", None) for i, episode in enumerate(episodes)
+            Response(episode.request, len(self.tokenizer)).body(f"bare-{first}-{i}.", "bare", None)
+            for i, episode in enumerate(episodes)
         ]
 
         async def ask() -> int:
