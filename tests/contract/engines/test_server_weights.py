@@ -243,7 +243,9 @@ async def _nothing(client: ServerClient, weights: PolicyWeights) -> None:
 
 def test_when_no_server_ever_takes_the_weights_it_says_so(real: RealServer, models: list[Any], tmp_path: Path) -> None:
     class Never(Spoiled):
-        async def load(self, client: ServerClient, weights: PolicyWeights, *, keep_cache: bool, limit_s: float) -> None:
+        async def load(
+            self, client: ServerClient, weights: PolicyWeights, name: str, *, keep_cache: bool, limit_s: float
+        ) -> None:
             await _refused(client, weights)
 
     engine = real.attach(tmp_path, way=Never(by_disk(tmp_path), _refused))
