@@ -12,7 +12,7 @@ from command import QUICK, Command, check_equal, events, kill, milesbatch, wait_
 from milesbatch.wire import messages as wire
 
 
-@pytest.mark.parametrize("role", ["rollout-1", "trainer-1"])
+@pytest.mark.parametrize("role", ["trainer-1", pytest.param("rollout-1", marks=pytest.mark.long)])
 def test_a_process_that_hangs_is_found_by_its_heartbeat(unbroken: Path, cache: Path, tmp_path: Path, role: str) -> None:
     run = tmp_path / "run"
     slow = None
@@ -30,7 +30,7 @@ def test_a_process_that_hangs_is_found_by_its_heartbeat(unbroken: Path, cache: P
     check_equal(run, unbroken)
 
 
-@pytest.mark.parametrize("how", ["flipped", "deleted"])
+@pytest.mark.parametrize("how", [pytest.param("flipped", marks=pytest.mark.long), "deleted"])
 def test_a_lost_trajectory_file_of_a_recorded_step_is_generated_again(
     unbroken: Path, cache: Path, tmp_path: Path, how: str
 ) -> None:
@@ -71,6 +71,7 @@ def test_weights_damaged_while_the_run_is_live_are_published_again(
     check_equal(run, unbroken)
 
 
+@pytest.mark.long
 def test_damaged_weights_that_the_trainer_has_left_behind_come_out_of_a_replay(
     unbroken: Path, cache: Path, tmp_path: Path
 ) -> None:
