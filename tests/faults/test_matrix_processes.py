@@ -37,6 +37,6 @@ def test_a_lost_rollout_node_and_then_a_lost_controller(tmp_path: Path, unbroken
     assert meanwhile, "the trainer did not wait for the worker to come back"
 
     trained = digests(run)
-    assert len(trained) > 5
+    assert len(trained) >= 4, "a batch is recorded two steps after the version that is surely published"
     assert trained == digests(unbroken)[: len(trained)]
     check_sound(run, cache)
