@@ -151,6 +151,7 @@ def test_prompts_of_the_training_are_refused_before_anything_begins(cache: Path,
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+@pytest.mark.long
 def test_following_another_process_evaluates_what_the_run_publishes(cache: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "followed", "")
     held_out = SUMS / "single-digit-sums-held-out.jsonl"

@@ -43,6 +43,7 @@ def test_old_weights_go_and_tools_go_on_working(finished: Path, unbroken: Path, 
     assert "version 2 was retired" in ended.err and "(4 to 8)" in ended.err
 
 
+@pytest.mark.long
 def test_a_run_that_lost_all_checkpoints_replays_past_its_retired_weights(
     finished: Path, unbroken: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def runs_left(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_one_fault(tmp_path: Path, cache: Path) -> None:
     """One fault that is survived, and one that never fires: the table says so, and the drill is not well."""
     never = "  - {name: never, role: rollout-0, point: rollout.leased, nth: 100000, action: kill}\n"

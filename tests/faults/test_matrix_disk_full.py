@@ -15,6 +15,7 @@ from disks import fill, small_disk
 FULL = "no space or quota left for"
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_is_waited_out(tmp_path: Path, unbroken: Path, cache: Path) -> None:
     """Once while the worker writes trajectories, once while the trainer is at work; logs cannot be written either."""
     faults = plan(tmp_path / "plan.yaml", {"role": "rollout", "point": "rollout.generated", "action": "stop"})

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from command import events, wait_until
 from own_clusters import SETTINGS
-from slurm_run import HET_AND_MORE, SlurmRun, is_worker
+from slurm_run import HET_AND_MORE, SHAPES, SlurmRun, is_worker
 
 NewRun = Callable[[], SlurmRun]
 
@@ -58,17 +58,9 @@ def test_a_dead_controller_leads_to_a_new_start(new_run: NewRun, unbroken: objec
     assert [record["job_id"] for record in run.incarnations()] == [str(leader)] * 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "role"),
-    [
-        ("het", "trainer"),
-        pytest.param("separate", "rollout", marks=pytest.mark.long),
-        pytest.param("het", "rollout", marks=pytest.mark.long),
-        pytest.param("single", "rollout", marks=pytest.mark.long),
-        pytest.param("single", "trainer", marks=pytest.mark.long),
-        pytest.param("separate", "trainer", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["trainer", "rollout"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_lost_node(new_run: NewRun, unbroken: object, shape: str, role: str) -> None:
     run = new_run()
     run.submit(f"slurm.shape={shape}", "slurm.trainer.exclusive=true")  # two jobs would share a node here
