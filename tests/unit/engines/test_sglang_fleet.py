@@ -37,8 +37,8 @@ class Weights:
 class ByPost:
     """Tells a server what its weights are called, and nothing else (satisfies ``Way``)."""
 
-    async def load(self, client: ServerClient, weights: Any, *names: str, keep_cache: bool, limit_s: float) -> None:
-        await client.post("load", {"version": names[0] if names else str(weights.version)}, limit_s)
+    async def load(self, client: ServerClient, weights: Any, name: str, *, keep_cache: bool, limit_s: float) -> None:
+        await client.post("load", {"version": name}, limit_s)
 
     def forget(self, client: ServerClient) -> None:
         """There is nothing."""
@@ -109,6 +109,14 @@ def make_fleet(places: list[Place], told: list[str], health_timeout_s: float = 0
     return Fleet(places, ByPost(), Prover(can_expect=False), options)
 
 
+async def two_that_are_up() -> tuple[Fleet, list[Place]]:
+    places = [Place("one"), Place("two")]
+    fleet = make_fleet(places, told=[])
+    fleet.start()
+    await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+    return fleet, places
+
+
 async def until(look: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     try:
         async with asyncio.timeout(timeout_s):
@@ -154,11 +162,7 @@ def test_a_server_that_hangs_while_its_weights_change_is_told_lost_and_started_a
 
 def test_a_server_that_was_changing_too_long_when_the_next_weights_came_gets_those() -> None:
     async def scenario() -> None:
-        told: list[str] = []
-        places = [Place("one"), Place("two")]
-        fleet = make_fleet(places, told)
-        fleet.start()
-        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        fleet, places = await two_that_are_up()
         places[0].hangs = True
         await fleet.activate(Weights(1))
         await fleet.activate(Weights(2))
@@ -171,11 +175,7 @@ def test_a_server_that_was_changing_too_long_when_the_next_weights_came_gets_tho
 
 def test_a_server_that_dies_while_its_weights_change_is_not_taken_for_one_that_is_there() -> None:
     async def scenario() -> None:
-        told: list[str] = []
-        places = [Place("one"), Place("two")]
-        fleet = make_fleet(places, told)
-        fleet.start()
-        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        fleet, places = await two_that_are_up()
         places[0].hangs = True
         await fleet.activate(Weights(1))
         places[0].gone = True
