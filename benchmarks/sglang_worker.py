@@ -27,6 +27,7 @@ import torch
 
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
 from milesbatch.engines.sglang.fleet import FleetOptions
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.response import Response
 from milesbatch.engines.sglang.serving import StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
@@ -106,7 +107,7 @@ class Bench:
             max_total_tokens=16384,
         )
         self.place = StartedServer("server-0", settings, directory / "server.log", directory / "memory")
-        options = FleetOptions("retract", 600.0, 120.0, 600.0, 600.0, print)
+        options = FleetOptions("retract", 600.0, 120.0, 600.0, 600.0, FleetListener(print))
         limits = EngineLimits(section.max_length, len(self.tokenizer))
         way = FromDisk(written_to(directory / "staged"))
         self.engine = SGLangEngine([self.place], way, Prover(arguments.device == "cpu"), options, limits)

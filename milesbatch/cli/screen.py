@@ -235,4 +235,5 @@ def _worker_in_words(worker: dict[str, Any]) -> str:
     version = f"version {worker['policy_version']}" if worker["policy_version"] >= 0 else "no version yet"
     leases = worker.get("leases")  # a controller of an older version does not say
     groups = "" if leases is None else f" of {many(worker['groups_in_flight'], 'group')} ({many(leases, 'lease')})"
-    return f"{worker['state']}, {version}; {many(worker['samples_in_flight'], 'sample')}{groups}{where}"
+    servers = f"; {worker['servers']}" if worker.get("servers") else ""
+    return f"{worker['state']}, {version}; {many(worker['samples_in_flight'], 'sample')}{groups}{where}{servers}"

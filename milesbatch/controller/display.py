@@ -103,6 +103,8 @@ class LiveDisplay:
         table.add_row("waits for", hub.waiting_for())
         for worker in hub.status().workers:
             text = f"{worker['state']}, version {worker['policy_version']}, {worker['samples_in_flight']} in flight"
+            if worker["servers"]:
+                text += f"; {worker['servers']}"
             table.add_row(str(worker["name"]), text)
         return table
 

@@ -356,6 +356,7 @@ class Hub:
                 "state": peer.beat.state,
                 "policy_version": peer.beat.policy_version,
                 "samples_in_flight": peer.beat.samples_in_flight,
+                "servers": peer.beat.servers,
                 "leases": (leases := len(self._leases.held_by(name))),
                 "groups_in_flight": leases * self._leases.block_size,
             }

@@ -19,6 +19,7 @@ from milesbatch.cluster.memory import MemoryKills, slurm_says_out_of_memory
 from milesbatch.cluster.port import Launcher, RunningProcess
 from milesbatch.cluster.stamps import since_last_start
 from milesbatch.controller.hub import Hub
+from milesbatch.controller.peers_words import PeersWords
 from milesbatch.controller.stopping import StopCause, StopRequest
 from milesbatch.decisions.first_cause import first_cause, may_be_symptom, what_to_try
 from milesbatch.decisions.restarts import RestartPolicy, Verdict
@@ -70,7 +71,7 @@ class Supervisor:
         self._attempts: dict[str, int] = {}
         self._lost_nodes: dict[str, str] = {}
         """Node -> why: what ran there is gone, or cannot be proven to be."""
-        self._in_trouble: set[str] = set()
+        self._words = PeersWords()
         self._memory = MemoryKills()
         self.children: dict[str, Child] = {}
 
@@ -138,7 +139,8 @@ class Supervisor:
                     self._lose_node(child.context, reason)
                 happened.append(self._ended(name, child, -signal.SIGKILL, reason))
         notes, self._notes = self._notes, []
-        return [*notes, *happened, *self._forget_silent_guests(), *self._told()]
+        beats = {name: peer.beat for name, peer in self._hub.peers.items()}
+        return [*notes, *happened, *self._forget_silent_guests(), *self._words.changes(beats)]
 
     def _may_be_explained(self, name: str, child: Child, ended: Mapping[str, int]) -> bool:
         """Wait a moment before a rank's own error is taken for the cause, while other ranks live that may have caused it."""
@@ -148,17 +150,6 @@ class Supervisor:
             return False
         child.ended_at_s = child.ended_at_s or time.monotonic()
         return time.monotonic() - child.ended_at_s < _SETTLE_S
-
-    def _told(self) -> list[str]:
-        """Who waits for space since the last look, and who does not any more."""
-        peers = self._hub.peers
-        in_trouble = {name for name, peer in peers.items() if peer.beat.trouble}
-        changed = sorted((in_trouble ^ self._in_trouble) & peers.keys())
-        self._in_trouble = in_trouble
-        return [
-            f"{name}: {peers[name].beat.trouble}" if name in in_trouble else f"{name} goes on: there is space again"
-            for name in changed
-        ]
 
     def look_for_stop(self) -> StopRequest | None:
         """A lost node: the rest of this job cannot make up for it, another job can."""
@@ -207,7 +198,7 @@ class Supervisor:
         said = last_error(log)
         if code < 0 and (self._memory.have_grown() or slurm_says_out_of_memory(log)):
             reason += ", out of memory"
-        if name in self._in_trouble and not said:
+        if name in self._words.in_trouble and not said:
             said = self._hub.peers[name].beat.trouble  # its log is on the disk that is full
         blocks = self._hub.forget(name)
         self._events.write(

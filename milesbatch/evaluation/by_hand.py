@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from milesbatch.decisions.origin import origin_of
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.errors import InputError
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
 from milesbatch.evaluation.evaluator import Evaluator
@@ -170,4 +171,4 @@ def _published(evaluator: Evaluator, due: Sequence[int], run: OpenRun, *, is_exp
 
 def _who(incarnation: int, wish: Wish, say: Callable[[str], None]) -> Evaluating:
     name = f"evaluation-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
-    return Evaluating(Recorder(_WORKER, incarnation), name, urls=wish.urls, tell=say, tell_of_servers=say)
+    return Evaluating(Recorder(_WORKER, incarnation), name, urls=wish.urls, tell=say, listener=FleetListener(tell=say))

@@ -10,9 +10,10 @@ workers, and have the weights that training wants.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.errors import UsageError
 from milesbatch.evaluation.asking import Asking
 from milesbatch.evaluation.evaluator import Generating
@@ -37,9 +38,8 @@ class Evaluating:
     """SGLang servers that run already, for this evaluator alone."""
     tell: Callable[[str], None] = lambda text: None
     """Hears what is waited for."""
-    tell_of_servers: Callable[[str], None] = lambda text: None
-    sign: Callable[[], None] = lambda: None
-    """Called at signs of life."""
+    listener: FleetListener = field(default_factory=FleetListener)
+    """Hears of its servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _with_servers(run: OpenRun, asking: Asking, who: Evaluating) -> Means:
     from milesbatch.rollout.servers import Owner, Servers
 
     owner = Owner.evaluator(who.name, who.recorder.incarnation, who.life, who.urls)
-    servers: Servers = Servers(run, owner, who.tell_of_servers, who.sign)
+    servers: Servers = Servers(run, owner, who.listener)
 
     def prepare() -> Generating:
         return Generating(servers.open_engine(load_tokenizer(run.layout.model)), _runner(run, asking, who))

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.cluster.last_words import of_servers
 from milesbatch.decisions.origin import origin_of
 from milesbatch.errors import InputError, StoppedToContinue
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking
@@ -19,6 +18,7 @@ from milesbatch.evaluation.evaluator import Evaluator, Generating
 from milesbatch.evaluation.following import follow_versions, hold_from
 from milesbatch.evaluation.generating import Evaluating, Means, open_means
 from milesbatch.rollout.episodes import Recorder
+from milesbatch.rollout.listening import listener_of
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
@@ -82,17 +82,12 @@ def _who(context: RoleContext, pulse: Pulse, events: EventLog) -> Evaluating:
         pulse.moved()
         print(text, file=sys.stderr, flush=True)
 
-    def tell_of_servers(text: str) -> None:
-        tell(of_servers(text))
-        events.write("engine_server", text=text)
-
     return Evaluating(
         Recorder(context.name, context.incarnation),
         context.name,
         f".i{context.incarnation}.{context.attempt}",
         tell=tell,
-        tell_of_servers=tell_of_servers,
-        sign=pulse.moved,
+        listener=listener_of(pulse, events, tell),
     )
 
 

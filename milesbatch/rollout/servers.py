@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from milesbatch.cluster.context import RoleContext
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.groups import ByGroup
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
@@ -81,13 +81,11 @@ class Owner:
 class Servers:
     """One owner's servers: the follower of their weights at once, the engine when it is asked for."""
 
-    def __init__(self, run: OpenRun, owner: Owner, tell: Callable[[str], None], sign: Callable[[], None]) -> None:
-        """``tell`` hears what happens to servers, ``sign`` that one of them lives.
-
-        Raises:
-            StorageError: the directory for weights cannot be used.
+    def __init__(self, run: OpenRun, owner: Owner, listener: FleetListener) -> None:
+        """Raises:
+        StorageError: the directory for weights cannot be used.
         """
-        self._run, self._owner, self._tell, self._sign = run, owner, tell, sign
+        self._run, self._owner, self._listener = run, owner, listener
         section, weights = run.recipe.rollout.sglang, run.recipe.weights
         self._names = FileNames.of_model(run.layout.model)
         self._memory = memory_of(run, owner)
@@ -95,10 +93,12 @@ class Servers:
         self._way: Way
         self.follower: Follower | StagedFollower
         if weights.transport == "delta" and not self._names.differ:
-            self.follower = open_staged_follower(run, owner.incarnation, tell, self._memory.directory / "staged")
+            self.follower = open_staged_follower(
+                run, owner.incarnation, listener.tell, self._memory.directory / "staged"
+            )
             self._way = FromDisk(self.follower.held)
         else:
-            self.follower = open_follower(run, owner.incarnation, tell)
+            self.follower = open_follower(run, owner.incarnation, listener.tell)
             self._way = ByGroup(owner.address, weights.broadcast_bucket_bytes, section.tensor_parallel)
 
     def open_engine(self, tokenizer: Any) -> SGLangEngine:
@@ -121,9 +121,8 @@ class Servers:
                 health_timeout_s=section.health_timeout_s,
                 request_timeout_s=section.request_timeout_s,
                 update_timeout_s=section.update_timeout_s,
-                tell=self._tell,
+                listener=self._listener,
                 needs_experts=section.routed_experts,
-                sign=self._sign,
             ),
             EngineLimits(
                 context_length(model), int(load_config(model).vocab_size), recorded_shape(self._run.recipe, model)

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.cluster.last_words import of_servers
 from milesbatch.store.events import EventLog
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import open_run
@@ -45,17 +44,14 @@ def main(context: RoleContext) -> None:
         pulse.moved()  # no heartbeat may take the wait for a hang
         print(text, file=sys.stderr, flush=True)
 
-    def tell_of_servers(text: str) -> None:
-        tell(of_servers(text))
-        events.write("engine_server", text=text)
-
     engine: RolloutEngine
     follower: Follower | StagedFollower
     servers: Servers | None = None
     if recipe.rollout.engine == "sglang":
+        from milesbatch.rollout.listening import listener_of
         from milesbatch.rollout.servers import Owner, Servers
 
-        servers = Servers(run, Owner.worker(context, recipe.rollout.sglang), tell_of_servers, pulse.moved)
+        servers = Servers(run, Owner.worker(context, recipe.rollout.sglang), listener_of(pulse, events, tell))
         try:
             engine, follower = servers.open_engine(tokenizer), servers.follower
         except BaseException:

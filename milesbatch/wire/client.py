@@ -142,6 +142,7 @@ class Pulse:
         self._moves = 0
         self._outside = 0
         self._trouble = ""
+        self._servers = ""
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -163,6 +164,10 @@ class Pulse:
         """A disk is full, as ``text`` says: told to the controller until the next progress, and not to be taken for a hang."""
         self.moved()
         self._trouble = text
+
+    def show_servers(self, text: str) -> None:
+        """Which of its inference servers do not work, as ``text`` says; empty: all do."""
+        self._servers = text
 
     def set_activity(self, counter: int) -> None:
         """Progress as an outside counter shows it (for example tokens generated)."""
@@ -188,6 +193,7 @@ class Pulse:
             activity=self._moves + self._outside,
             warned=self.was_warned,
             trouble=self._trouble,
+            servers=self._servers,
         )
         answer = self._controller.ask("heartbeat", beat, wire.HeartbeatAnswer)
         self.published = max(self.published, answer.published)

@@ -35,6 +35,8 @@ class Heartbeat(Message):
     """Slurm has sent this process a SIGTERM: its job may be about to end. The controller asks Slurm about it."""
     trouble: str = ""
     """What it waits for that a person must mend (space on a disk), in words; empty when nothing."""
+    servers: str = ""
+    """Which of its inference servers do not work, and why (they are starting, say); empty when all do, or when it has none."""
 
 
 class HeartbeatAnswer(Message):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.serving import ServerPlace
 from milesbatch.engines.sglang.weights import PauseMode, Prover, SupersededError, Way, change
 from milesbatch.errors import EngineError, InputError, MilesbatchError, StorageError
@@ -37,6 +38,9 @@ _MOST_AGAIN_S = 1800.0
 _FIRST_WORD_S = 30.0
 """After which a start is told to go on still."""
 _MOST_STICKY = 4096
+_MOST_WORDS = 300
+_END_S = 3.0
+"""Within which a server that has died is seen to: its guard ends what it left first."""
 _HEALTH_S = 10.0
 _TICK_S = 5.0
 
@@ -50,13 +54,9 @@ class FleetOptions:
     health_timeout_s: float
     request_timeout_s: float
     update_timeout_s: float
-    tell: Callable[[str], None]
-    """Hears what happens to servers, in words."""
+    listener: FleetListener
     needs_experts: bool = False
     """A server that does not tell routed experts is of no use."""
-    sign: Callable[[], None] = lambda: None
-    """Called at signs of life: a start that gets on, a token that was generated when asked for. A long answer comes as
-    a whole, and until then nothing else shows that it is being made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,8 @@ class Server:
     in_flight: int = 0
     failures: int = 0
     trouble: EngineError | None = None
+    why: str = ""
+    """Of its last failure, since which it has not served."""
     is_changing: bool = False
     is_late: bool = False
     """Its weights have been changing for longer than anybody waits for."""
@@ -88,6 +90,15 @@ class Server:
     @property
     def name(self) -> str:
         return self.place.name
+
+    def condition(self) -> str:
+        """Why it does not work, in one line; empty when it does."""
+        if self.state in ("ready", "serving"):
+            return ""
+        if not self.why:
+            return f"{self.name} is starting" if self.state == "starting" else ""
+        then = {"starting": "; it is starting again", "given up": "; it is given up for now"}.get(self.state, "")
+        return self.why + then
 
 
 class Fleet:
@@ -245,6 +256,7 @@ class Fleet:
             if server.client is not client:
                 return 0.0
             server.version, server.activation, server.failures = weights.version, activation, 0
+            server.why = ""
             # With older weights than those in use it waits for its next turn.
             server.state = "serving" if activation == self._activation else "ready"
             self._tell_change()
@@ -255,12 +267,12 @@ class Fleet:
         takes long, that is told."""
         began_s, word_s = time.monotonic(), self._options.health_timeout_s
         while True:
-            self._options.sign()
+            self._options.listener.sign()
             await asyncio.sleep(min(_TICK_S, word_s))
             since_s = time.monotonic() - began_s
             if since_s >= word_s:
                 word_s *= 2
-                self._options.tell(
+                self._options.listener.tell(
                     f"{server.name} has been changing its weights to policy version {version} for {since_s:.0f} s; after"
                     f" {self._options.update_timeout_s:.0f} s (update_timeout_s) it is lost"
                 )
@@ -279,8 +291,10 @@ class Fleet:
                 return
             except EngineError as error:
                 server.failures += 1
+                told = error.what if error.what.startswith(server.name) else f"{server.name}: {error.what}"
+                server.why = " ".join(told.split())[:_MOST_WORDS]
                 await self._let_go(server)
-                self._options.tell(f"{server.name}: {error.what}")
+                self._options.listener.tell(told)
                 if server.failures < _MOST_FAILURES:
                     await asyncio.sleep(_BACK_OFF_S * server.failures)
                     continue
@@ -289,10 +303,10 @@ class Fleet:
                     self.failure = error
                 self._tell_change()
                 if self.failure is not None:
-                    self._options.tell(f"{server.name} is given up, as all others are")
+                    self._options.listener.tell(f"{server.name} is given up, as all others are")
                     return
                 pause_s = min(_AGAIN_S * 2.0 ** (server.failures - _MOST_FAILURES), _MOST_AGAIN_S)
-                self._options.tell(
+                self._options.listener.tell(
                     f"{server.name} is given up for {pause_s:.0f} s after {server.failures} failures in a row; other servers"
                     " have its requests"
                 )
@@ -305,16 +319,17 @@ class Fleet:
             EngineError: it cannot be brought up; says why.
         """
         server.state, server.trouble = "starting", None
+        self._tell_change()
         began_s = time.monotonic()
         async with self._telling_of_start(server):
-            server.client = await server.place.open(self._options.start_timeout_s, self._options.sign)
+            server.client = await server.place.open(self._options.start_timeout_s, self._options.listener.sign)
         server.info = await server.client.get("server_info", self._options.health_timeout_s)
         if self._options.needs_experts and not server.info.get("enable_return_routed_experts"):
             raise EngineError(
                 f"{server.name} does not tell which experts tokens went through",
                 mend="start it with --enable-return-routed-experts, or set rollout.sglang.routed_experts: false",
             )
-        self._options.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
+        self._options.listener.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
         server.state = "ready"
         await self._catch_up(server)
         self._tell_change()
@@ -328,13 +343,13 @@ class Fleet:
             while True:
                 await asyncio.sleep(word_s)
                 word_s *= 2
-                self._options.tell(
+                self._options.listener.tell(
                     f"{server.name} has been starting for {time.monotonic() - began_s:.0f} s (of at most"
                     f" {self._options.start_timeout_s:.0f})"
                 )
 
         began_s = time.monotonic()
-        self._options.tell(f"{server.name} is starting")
+        self._options.listener.tell(f"{server.name} is starting")
         telling = asyncio.create_task(tell_now_and_then())
         try:
             yield
@@ -355,6 +370,7 @@ class Fleet:
             while True:
                 server.place.check()
                 if server.trouble is not None:
+                    await _look_for_end(server)
                     raise server.trouble
                 now_s = time.monotonic()
                 if server.is_changing:  # it is paused, not dead; an update has a time limit of its own
@@ -362,7 +378,7 @@ class Fleet:
                 if asking is not None and asking.done():
                     if asking.result():
                         good_s = now_s
-                        self._options.sign()
+                        self._options.listener.sign()
                     asking = None
                 if asking is None and now_s - asked_s >= period_s and not server.is_changing:
                     asked_s = now_s
@@ -395,11 +411,24 @@ class Fleet:
             raise self.failure
 
     def _tell_change(self) -> None:
+        self._options.listener.show("; ".join(filter(None, (server.condition() for server in self.servers))))
         self._change.set()
         self._change = asyncio.Event()
 
     async def _await_change(self) -> None:
         await self._change.wait()
+
+
+async def _look_for_end(server: Server) -> None:
+    """What died is missed by those that ask it before its process is seen to have ended, which tells the cause.
+
+    Raises:
+        EngineError: it has ended; says how.
+    """
+    deadline_s = time.monotonic() + _END_S
+    while time.monotonic() < deadline_s:
+        server.place.check()
+        await asyncio.sleep(_LOOK_S)
 
 
 def _why_not_taken(server: Server, version: int, error: Exception, options: FleetOptions) -> str:

@@ -61,6 +61,7 @@ class ServerSettings:
             f"--tp={self.tensor_parallel}",
             f"--random-seed={self.seed}",
             "--sleep-on-idle",
+            "--log-level-http=warning",  # else each request is a line, in a log without an end
         ]
         if self.memory_fraction is not None:
             words.append(f"--mem-fraction-static={self.memory_fraction}")

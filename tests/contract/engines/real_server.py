@@ -16,6 +16,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeCo
 from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
 from milesbatch.engines.sglang.fleet import FleetOptions
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, PauseMode, Prover, Way, written_to
@@ -134,7 +135,7 @@ def make_engine(
         health_timeout_s=health_timeout_s,
         request_timeout_s=request_timeout_s,
         update_timeout_s=update_timeout_s,
-        tell=([] if told is None else told).append,
+        listener=FleetListener(([] if told is None else told).append),
         needs_experts=routed is not None,
     )
     way = way or FromDisk(written_to(memory))

@@ -61,7 +61,7 @@ def crowded_body(tmp_path: Path) -> dict[str, Any]:
         "starts_at": "",
     }
     worker = {"name": "rollout-0", "state": "generating", "policy_version": 3, "samples_in_flight": 8, "host": "n7"}
-    worker |= {"leases": 2, "groups_in_flight": 8}
+    worker |= {"servers": "rollout-0.server-1 is starting", "leases": 2, "groups_in_flight": 8}
     end = {"at": AT, "name": "trainer-1", "host": "n1", "reason": "killed by SIGKILL", "said": "x\ny", "exit_code": -9}
     node = {"node": "n9", "at": AT, "reason": "no heartbeat", "incarnation": 1}
     return body | {
@@ -158,7 +158,10 @@ def test_a_larger_terminal_shows_more(tmp_path: Path) -> None:
 
 def test_a_controller_that_says_nothing_of_its_queue(tmp_path: Path) -> None:
     body = crowded_body(tmp_path)
-    old = [{k: v for k, v in worker.items() if k not in ("leases", "groups_in_flight")} for worker in body["workers"]]
+    old = [
+        {k: v for k, v in worker.items() if k not in ("servers", "leases", "groups_in_flight")}
+        for worker in body["workers"]
+    ]
     found = dict(rows({**body, "queue": None, "workers": old, "disk_bytes": None, "disk_free_bytes": None}))
     assert "queue" not in found and "disk" not in found
     assert found["  rollout-0"] == "generating, version 3; 8 samples on n7"

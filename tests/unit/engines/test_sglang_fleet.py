@@ -16,6 +16,7 @@ from aiohttp import web
 from milesbatch.engines.sglang import fleet as fleet_module
 from milesbatch.engines.sglang.client import ServerClient
 from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
+from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.weights import Prover
 from milesbatch.errors import EngineError
 
@@ -52,6 +53,8 @@ class Place:
     version: str = ""
     hangs: bool = False
     """While it loads; a new start does not."""
+    dies: bool = False
+    """When asked to load: the connection first, and what others see of its process a moment later."""
     broken_starts: int = 0
     starts: int = 0
     start_s: float = 0.0
@@ -77,6 +80,11 @@ class Place:
     async def _answer(self, request: web.Request) -> web.Response:
         path, answer = request.match_info["path"], dict[str, Any]()
         if path == "load":
+            if self.dies:
+                self.dies = False
+                self.loop.call_later(0.6, lambda: setattr(self, "gone", True))
+                assert request.transport is not None
+                request.transport.abort()
             if self.hangs:
                 await asyncio.sleep(600)
             self.version = (await request.json())["version"]
@@ -97,14 +105,16 @@ class Place:
             asyncio.run_coroutine_threadsafe(runner.cleanup(), self.loop).result(10)
 
 
-def make_fleet(places: list[Place], told: list[str], health_timeout_s: float = 0.5) -> Fleet:
+def make_fleet(
+    places: list[Place], told: list[str], health_timeout_s: float = 0.5, shown: list[str] | None = None
+) -> Fleet:
     options = FleetOptions(
         pause="retract",
         start_timeout_s=30.0,
         health_timeout_s=health_timeout_s,
         request_timeout_s=1800.0,
         update_timeout_s=UPDATE_S,
-        tell=told.append,
+        listener=FleetListener(told.append, ([] if shown is None else shown).append),
     )
     return Fleet(places, ByPost(), Prover(can_expect=False), options)
 
@@ -153,7 +163,7 @@ def test_a_server_that_hangs_while_its_weights_change_is_told_lost_and_started_a
         assert places[0].starts == 1, "while the first still hangs"
         await until(lambda: all_serve(fleet, 2), "it was started again, and has caught up")
         assert places[0].starts == 2
-        (why,) = [text for text in told if text.startswith("one: ")]
+        (why,) = [text for text in told if text.startswith("one did not take")]
         assert "did not take policy version 2: " in why and f"{UPDATE_S:.0f} s" in why
         await fleet.close()
 
@@ -239,6 +249,47 @@ def test_a_start_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         assert told[0] == "one is starting"
         assert 2 <= sum("one has been starting for" in text for text in told) <= 4, "ever more rarely"
         assert "is up after" in told[-1]
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_death_that_others_notice_first_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed is a lost connection to whoever asks it, before its process is seen to have ended."""
+    monkeypatch.setattr(fleet_module, "_BACK_OFF_S", 0.01)
+
+    async def scenario() -> None:
+        told: list[str] = []
+        place = Place("one", dies=True)
+        fleet = make_fleet([place], told)
+        fleet.start()
+        await fleet.await_one()
+        await fleet.activate(Weights(1))
+        assert place.starts == 2
+        assert "one ended" in told, told
+        assert not any("did not take" in text for text in told), told
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_keeps_servers_from_working_is_shown_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_BACK_OFF_S", 0.01)
+
+    async def scenario() -> None:
+        shown: list[str] = []
+        places = [Place("one", start_s=0.3), Place("two", broken_starts=1)]
+        fleet = make_fleet(places, [], shown=shown)
+        fleet.start()
+        await until(lambda: bool(shown) and shown[-1] == "", "all are up")
+        seen = list(dict.fromkeys(shown))
+        assert "one is starting; two is starting" in seen
+        assert "one is starting; two ended at its start; it is starting again" in seen
+        await fleet.activate(Weights(1))
+        assert shown[-1] == ""
+        places[1].gone = True
+        await until(lambda: "two ended; it is starting again" in shown, "its end is shown")
+        await until(lambda: shown[-1] == "", "and that it is over")
         await fleet.close()
 
     asyncio.run(scenario())
