@@ -38,6 +38,10 @@ _TAKEN = {
 """Flags that `rollout.sglang.arguments` may not have, and why."""
 
 _PORTS = {"http": 80, "https": 443}
+_WEEK_S = 604800.0
+"""Longer than any allocation: a time limit above it is a slip of the hand."""
+_MOST_ON_A_NODE = 64
+"""More GPUs than any node has."""
 
 
 class SGLang(Section):
@@ -56,12 +60,14 @@ class SGLang(Section):
     servers: int = Field(
         1,
         ge=1,
+        le=_MOST_ON_A_NODE,
         description="Servers of each worker, on its own GPUs: it needs this times `tensor_parallel` of them. Requests with the"
         " same prompt go to the same server.",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
+        le=_MOST_ON_A_NODE,
         description="GPUs that one server splits the model over, on one node. Too few and the model does not fit; more than"
         " needed generate less than as many servers of their own.",
     )
@@ -98,24 +104,28 @@ class SGLang(Section):
     start_timeout_s: float = Field(
         600.0,
         gt=0,
+        le=_WEEK_S,
         description="Seconds within which a server must generate after its start; it is then started again, twice, and after"
         " that the worker fails with the server's last words.",
     )
     health_timeout_s: float = Field(
         60.0,
         gt=0,
+        le=_WEEK_S,
         description="Seconds after which a server that generates nothing, though asked to, is killed and started again. Shorter"
         " than its longest prefill takes, healthy servers are ended.",
     )
     request_timeout_s: float = Field(
         1800.0,
         gt=0,
+        le=_WEEK_S,
         description="Seconds that one answer may take. Shorter than the longest response takes, it is asked for again and"
         " again, and in the end the worker fails.",
     )
     update_timeout_s: float = Field(
         600.0,
         gt=0,
+        le=_WEEK_S,
         description="Seconds that a server may take for new weights, from its pause to their proof; after that it is killed and"
         " started again. A server that gets 1 GB in a second from the local disk or its worker takes 300 GB in half of this;"
         " shorter than the change takes, no version is ever served.",
@@ -132,6 +142,21 @@ class SGLang(Section):
         " out among the workers, at least one each, must see `memory_dir` (or use `weights.transport: broadcast`), and take"
         " their weights from this run alone.",
     )
+
+    key_file: str | None = Field(
+        None,
+        description="Where the servers of `urls` want a key (SGLang's `--api-key`): a file that holds it, the same path on each"
+        " rollout node, unreadable for others. The key itself is never written into the run. Null sends none.",
+    )
+
+    @field_validator("memory_dir", "key_file")
+    @classmethod
+    def _is_a_place(cls, path: str | None) -> str | None:
+        if path is not None and not (path.startswith("/") and path.isprintable()):
+            raise ValueError(f"{path!r} is no absolute path; `~` and variables are not filled in")
+        if path is not None and "$" in path:
+            raise ValueError(f"{path!r} has a variable in it, which nothing fills in")
+        return path
 
     @field_validator("urls")
     @classmethod

@@ -29,6 +29,7 @@ from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
+from milesbatch.errors import InputError
 from milesbatch.models.experts import FileNames, recorded_shape
 from milesbatch.models.load import context_length, load_config
 from milesbatch.recipe.models import SGLang
@@ -144,7 +145,8 @@ class Servers:
     def _places(self) -> list[ServerPlace]:
         owner, rollout, section = self._owner, self._run.recipe.rollout, self._run.recipe.rollout.sglang
         if owner.urls:
-            return [AttachedServer(url) for url in owner.urls]
+            key = key_of(section)
+            return [AttachedServer(url, key) for url in owner.urls]
         log = self._run.layout.log(owner.name, owner.incarnation)
         model = self._run.layout.model.absolute()
         return [
@@ -171,6 +173,24 @@ class Servers:
             )
             for number in range(owner.servers)
         ]
+
+
+def key_of(section: SGLang) -> str:
+    """What running servers want to be shown; empty: nothing.
+
+    Raises:
+        InputError: the file that holds it cannot be read, or holds no key.
+    """
+    if section.key_file is None:
+        return ""
+    mend = "name a file that holds the key that the servers were started with, and that this user can read on each rollout node"
+    try:
+        key = Path(section.key_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"rollout.sglang.key_file: {section.key_file} cannot be read: {error}", mend=mend) from error
+    if not key.isprintable() or not key or " " in key:
+        raise InputError(f"rollout.sglang.key_file: {section.key_file} does not hold a key, one word", mend=mend)
+    return key
 
 
 def memory_of(run: OpenRun, owner: Owner) -> LocalMemory:

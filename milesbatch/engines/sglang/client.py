@@ -34,6 +34,10 @@ class ServerLacksPathError(ServerRefusedError):
     """There is no such path: what answers is no server of SGLang, or a much older one."""
 
 
+class ServerWantsKeyError(ServerRefusedError):
+    """It wants to be shown a key, or another one."""
+
+
 class ServerClient:
     """HTTP to one server. For one event loop."""
 
@@ -87,8 +91,7 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerGoneError(f"{self.url}/{path} cannot be asked: {type(error).__name__} {error}") from error
         if status >= 400:
-            kind = ServerGoneError if status >= 500 else ServerLacksPathError if status == 404 else ServerRefusedError
-            raise kind(f"{self.url}/{path} answered {status}: {_words_of(content)}")
+            raise _kind_of(status)(f"{self.url}/{path} answered {status}: {_words_of(content)}")
         return content
 
     def _object_of(self, path: str, content: bytes, words: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -102,6 +105,11 @@ class ServerClient:
             said = content[:_WORDS].decode(errors="replace").strip() or "nothing"
             raise ServerGoneError(f"{self.url}/{path} answered with something that is no JSON object: {said}")
         return answer
+
+
+def _kind_of(status: int) -> type[EngineError]:
+    refusals = {401: ServerWantsKeyError, 403: ServerWantsKeyError, 404: ServerLacksPathError}
+    return ServerGoneError if status >= 500 else refusals.get(status, ServerRefusedError)
 
 
 def _words_of(content: bytes) -> str:

@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from milesbatch.engines.sglang.client import ServerClient, ServerLacksPathError, ServerRefusedError
+from milesbatch.engines.sglang.client import (
+    ServerClient,
+    ServerLacksPathError,
+    ServerRefusedError,
+    ServerWantsKeyError,
+)
 from milesbatch.engines.sglang.launch import (
     ServerProcess,
     decisive_lines,
@@ -180,8 +185,14 @@ class AttachedServer:
                 f"what answers at {self.url} is no SGLang server: it has no /model_info; a router in front of servers has none",
                 mend="name the servers themselves: the engine chooses among them, and must reach each for its weights",
             ) from error
+        except ServerWantsKeyError as error:
+            await client.close()
+            raise InputError(
+                f"the server at {self.url} wants {'another' if self.key else 'a'} key",
+                mend="name a file with the key that it was started with (--api-key) in rollout.sglang.key_file",
+            ) from error
         except EngineError:
-            pass  # it is not up, or wants another key: what follows says so
+            pass  # it is not up: what follows says so
         return await client.is_healthy(_ANSWER_S)
 
     def check(self) -> None:

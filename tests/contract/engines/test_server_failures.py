@@ -130,6 +130,14 @@ def test_a_router_is_no_server_and_is_named_at_once(tmp_path: Path) -> None:
     router.server_close()
 
 
+@pytest.mark.parametrize("key", ["", "wrong"])
+def test_a_server_that_wants_another_key_is_named_at_once(real: RealServer, tmp_path: Path, key: str) -> None:
+    engine = make_engine([AttachedServer(real.place.url, key)], tmp_path)
+    with pytest.raises(InputError, match=rf"wants {'another' if key else 'a'} key(.|\n)*rollout.sglang.key_file"):
+        engine.await_server()
+    engine.close()
+
+
 def test_a_server_that_goes_away_and_comes_back(
     real: RealServer, models: list[Any], proxy: FaultyProxy, tmp_path: Path
 ) -> None:

@@ -59,6 +59,15 @@ def test_bitwise_is_refused() -> None:
         ({"pause": "stop"}, "retract"),
         ({"servers": 0}, "greater than or equal to 1"),
         ({"memory_fraction": 1.0}, "less than 1"),
+        ({"servers": 65}, "less than or equal to 64"),
+        ({"tensor_parallel": 65}, "less than or equal to 64"),
+        ({"start_timeout_s": 1e300}, "less than or equal to 604800"),
+        ({"update_timeout_s": 604801}, "less than or equal to 604800"),
+        ({"memory_dir": ""}, "'' is no absolute path"),
+        ({"memory_dir": "~/x"}, "is no absolute path; `~` and variables are not filled in"),
+        ({"memory_dir": "/local/$USER"}, "has a variable in it"),
+        ({"memory_dir": "/local/a\nb"}, "is no absolute path"),
+        ({"key_file": "key"}, "is no absolute path"),
     ],
 )
 def test_what_cannot_be(section: dict[str, Any], why: str) -> None:
