@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from milesbatch import FORMAT_VERSION
-from milesbatch.audit.findings import numbered
 from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.errors import CorruptArtefactError, MilesbatchError
 from milesbatch.records import BatchRecord, GroupRef, IncarnationRecord, Rejection, digest_bytes
 from milesbatch.store.durable import read_optional
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import read_origin
 from milesbatch.store.survey import Seals

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from milesbatch.audit.findings import Findings, files_below, listed, numbered
+from milesbatch.audit.findings import Findings, files_below
 from milesbatch.audit.records_check import History
 from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
 from milesbatch.audit.weights_check import Versions
 from milesbatch.records import CheckpointManifest
 from milesbatch.store.durable import is_residue
+from milesbatch.store.entries import listed, numbered
 from milesbatch.store.layout import RunLayout
 
 

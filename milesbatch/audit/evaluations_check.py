@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from milesbatch.audit.findings import Findings, listed, numbered
+from milesbatch.audit.findings import Findings
 from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.evaluation.figures import figures_of
 from milesbatch.evaluation.writer import Subject, check_samples
 from milesbatch.records import EvaluationRecord
 from milesbatch.store.durable import TEMPORARY_PREFIX
+from milesbatch.store.entries import listed, numbered
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.reader import read_trajectories
 from milesbatch.weights.reader import read_manifest

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from milesbatch.errors import CorruptArtefactError, StorageError
-from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, Record
-from milesbatch.store.durable import SILLY_PREFIX, read_optional, storage_error, verify_file
+from milesbatch.store.durable import read_optional, verify_file
 
 R = TypeVar("R", bound=Record)
 
@@ -134,36 +133,6 @@ class Findings:
             return False
         self.count(ref.bytes)
         return True
-
-
-def numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
-    """Entries of ``directory`` that are named by a number, ascending; others are ignored.
-
-    Raises:
-        StorageError: it cannot be listed. A directory that does not exist is empty.
-    """
-    found: list[tuple[int, Path]] = []
-    for path in listed(directory):
-        if path.name.endswith(suffix):
-            try:
-                found.append((parse_number(path.name.removesuffix(suffix)), path))
-            except ValueError:
-                continue
-    return sorted(found)
-
-
-def listed(directory: Path) -> list[Path]:
-    """Entries of ``directory`` in order of their names, without what NFS keeps of deleted files.
-
-    Raises:
-        StorageError: it cannot be listed. What is not there, or is no directory, is empty.
-    """
-    try:
-        return sorted(path for path in directory.iterdir() if not path.name.startswith(SILLY_PREFIX))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise storage_error(directory, error) from error
 
 
 def files_below(directory: Path) -> list[Path]:

@@ -6,10 +6,11 @@ made is not mentioned, as it is what a stop should leave. The page behind it is 
 
 from __future__ import annotations
 
-from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.findings import Findings
 from milesbatch.audit.records_check import History
 from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.store.durable import TEMPORARY_PREFIX
+from milesbatch.store.entries import listed
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.inflight_reader import read_inflight
 

@@ -13,7 +13,7 @@ from collections import Counter
 
 from milesbatch.audit.checkpoints_check import check_checkpoints
 from milesbatch.audit.evaluations_check import check_evaluations
-from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.findings import Findings
 from milesbatch.audit.fork_check import check_fork
 from milesbatch.audit.inflight_check import check_inflight
 from milesbatch.audit.records_check import History, check_batches
@@ -25,6 +25,7 @@ from milesbatch.audit.verdict import Groups, Verdict
 from milesbatch.audit.weights_check import check_weights
 from milesbatch.records import CheckpointManifest
 from milesbatch.store.durable import TEMPORARY_PREFIX
+from milesbatch.store.entries import listed
 from milesbatch.store.layout import RunLayout
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from milesbatch.audit.findings import Findings, numbered, ranges
+from milesbatch.audit.findings import Findings, ranges
 from milesbatch.audit.rules import Rules
 from milesbatch.audit.seals_check import Lives
 from milesbatch.decisions.fates import Fate
 from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.records import BatchRecord, GroupRef, Rejection
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import RunLayout
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.findings import Findings
 from milesbatch.decisions.batching import BatchRule
 from milesbatch.decisions.origin import BEGINNING, Origin, origin_of
 from milesbatch.errors import InputError
@@ -17,6 +17,7 @@ from milesbatch.recipe.load import load_recipe
 from milesbatch.recipe.models import Recipe
 from milesbatch.recipe.yaml_text import parse_yaml
 from milesbatch.records import ForkedFrom, RunRecord, canonical_json, digest_bytes
+from milesbatch.store.entries import listed
 from milesbatch.store.layout import RunLayout
 
 

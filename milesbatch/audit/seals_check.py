@@ -11,9 +11,10 @@ import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from milesbatch.audit.findings import Findings, numbered
+from milesbatch.audit.findings import Findings
 from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.records import FORKED, IncarnationRecord, Seal
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import RunLayout, TrajectoryName
 
 _NOTHING = Seal(last_batch=0, last_version=-1, checkpoints=(), trajectories=())

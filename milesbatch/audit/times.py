@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from milesbatch.audit.findings import Findings, listed
+from milesbatch.audit.findings import Findings
 from milesbatch.ids import parse_number
+from milesbatch.store.entries import listed
 from milesbatch.store.events import read_events
 from milesbatch.store.layout import RunLayout
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from milesbatch.audit.columns import FileFacts, read_facts
-from milesbatch.audit.findings import Findings, listed, ranges
+from milesbatch.audit.findings import Findings, ranges
 from milesbatch.audit.records_check import History, Use
 from milesbatch.audit.rules import Identity
 from milesbatch.audit.seals_check import Lives
@@ -21,6 +21,7 @@ from milesbatch.audit.weights_check import Versions
 from milesbatch.errors import CorruptArtefactError, StorageError
 from milesbatch.records import GroupRef, digest_bytes
 from milesbatch.store.durable import TEMPORARY_PREFIX, read_optional
+from milesbatch.store.entries import listed
 from milesbatch.store.layout import RunLayout, TrajectoryName
 from milesbatch.trajectories.groups import group_refs
 from milesbatch.trajectories.vocabulary import vocabulary_of

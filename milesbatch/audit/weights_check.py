@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from milesbatch.audit.chain import Chain
-from milesbatch.audit.findings import Findings, listed, numbered, ranges
+from milesbatch.audit.findings import Findings, ranges
 from milesbatch.audit.records_check import History
 from milesbatch.audit.retirement_check import Retirements
 from milesbatch.audit.rules import Rules
@@ -19,6 +19,7 @@ from milesbatch.audit.seals_check import Lives
 from milesbatch.errors import CorruptArtefactError
 from milesbatch.records import WeightsManifest
 from milesbatch.store.durable import TEMPORARY_PREFIX
+from milesbatch.store.entries import listed, numbered
 from milesbatch.store.layout import RunLayout
 from milesbatch.weights.reader import read_manifest
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from milesbatch.errors import CorruptArtefactError, InputError, MilesbatchError
-from milesbatch.ids import parse_number
 from milesbatch.records import EvaluationRecord, evaluation_tag
-from milesbatch.store.durable import is_residue, read_optional, storage_error
+from milesbatch.store.durable import is_residue, read_optional
+from milesbatch.store.entries import listed, numbered
 from milesbatch.store.layout import RunLayout
 
 OF_RECIPE = "recipe"
@@ -27,18 +27,12 @@ def evaluated_versions(layout: RunLayout) -> list[int]:
     Raises:
         StorageError: it cannot be listed.
     """
-    found = []
-    for path in _listed(layout.evaluations):
-        try:
-            found.append(parse_number(path.name))
-        except ValueError:
-            continue
-    return sorted(found)
+    return [version for version, _ in numbered(layout.evaluations)]
 
 
 def record_paths(layout: RunLayout, version: int) -> list[Path]:
     """Records of one version, by name."""
-    paths = _listed(layout.evaluation(version))
+    paths = listed(layout.evaluation(version))
     return sorted(path for path in paths if path.suffix == ".json" and not is_residue(path.name))
 
 
@@ -137,12 +131,3 @@ def find_evaluation(layout: RunLayout, version: int) -> EvaluationRecord:
         f"policy version {version} of {layout.root} has not been evaluated",
         mend=f"evaluated are: {versions}; `milesbatch evaluate RUN --version {version}` evaluates it",
     )
-
-
-def _listed(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise storage_error(directory, error) from error

@@ -17,7 +17,6 @@ from typing import TypeVar
 from milesbatch.decisions.fates import FateTable
 from milesbatch.decisions.origin import BEGINNING, Origin
 from milesbatch.errors import CorruptArtefactError
-from milesbatch.ids import parse_number
 from milesbatch.records import (
     BatchRecord,
     CheckpointManifest,
@@ -29,6 +28,7 @@ from milesbatch.records import (
     WeightsManifest,
 )
 from milesbatch.store.durable import digest_file, ends_with, read_optional, storage_error, verify_files
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import TRAJECTORY_END, RunLayout, TrajectoryName
 from milesbatch.store.run import read_origin
 from milesbatch.store.sight import refresh
@@ -104,7 +104,7 @@ def read_incarnations(layout: RunLayout, at_least: int = 0) -> list[IncarnationR
 def _look_again(layout: RunLayout, missing: Path) -> bytes | None:
     """A record above a missing one: who may write, and what the missing seal said, cannot be known. Unless this host only
     remembers that it was missing once."""
-    above = [path for number, path in _numbered(layout.incarnations, ".json") if path.name > missing.name]
+    above = [path for number, path in numbered(layout.incarnations, ".json") if path.name > missing.name]
     if not above:
         return None
     refresh(layout.incarnations)
@@ -190,19 +190,6 @@ def _damage(directory: Path, files: Sequence[FileRef], found: Survey) -> str | N
     return None
 
 
-def _numbered(directory: Path, suffix: str = "") -> list[tuple[int, Path]]:
-    """Entries of a directory named by a number, ascending; others are ignored."""
-    entries: list[tuple[int, Path]] = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if not path.name.endswith(suffix):
-            continue
-        try:
-            entries.append((parse_number(path.name.removesuffix(suffix)), path))
-        except ValueError:
-            continue
-    return sorted(entries)
-
-
 def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
     fates = FateTable.beginning_at(found.origin)
     while True:
@@ -221,7 +208,7 @@ def _survey_batches(layout: RunLayout, later: Seals, promised: int, found: Surve
             break
         found.batches.append(record)
     already = {path for path, _ in found.broken}
-    above = [(n, p) for n, p in _numbered(layout.batches, ".json") if n > fates.last_step and p not in already]
+    above = [(n, p) for n, p in numbered(layout.batches, ".json") if n > fates.last_step and p not in already]
     if promised > fates.last_step or above:
         _expect_batch(layout, found)
     for step, path in above:
@@ -239,7 +226,7 @@ def _expect_batch(layout: RunLayout, found: Survey) -> None:
 def _versions(layout: RunLayout, found: Survey) -> list[int]:
     """Versions that may exist, ascending: those that follow from the batch records, and what is listed beyond."""
     known = range(found.origin.first_version, found.last_batch + 1)
-    return sorted({*known, *(version for version, _ in _numbered(layout.weights))})
+    return sorted({*known, *(version for version, _ in numbered(layout.weights))})
 
 
 def _survey_weights(layout: RunLayout, later: Seals, promised: int, found: Survey) -> None:
@@ -325,7 +312,7 @@ def _verify_newest_chain(layout: RunLayout, good: dict[int, WeightsManifest], re
 
 def _survey_checkpoints(layout: RunLayout, later: Seals, promised: Sequence[int], found: Survey) -> None:
     whole_one_found = False
-    listed = {step for step, _ in _numbered(layout.checkpoints)}
+    listed = {step for step, _ in numbered(layout.checkpoints)}
     # Newer ones than are listed may be there; older ones may have been retired.
     newer = range(max(listed, default=0) + 1, found.last_batch + 1)
     for step in sorted({*listed, *promised, *newer}, reverse=True):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from milesbatch.errors import CorruptArtefactError, FormatVersionError
-from milesbatch.ids import parse_number
 from milesbatch.records import BatchRecord, CheckpointManifest, Record
-from milesbatch.store.durable import read_optional, storage_error
+from milesbatch.store.durable import read_optional
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import read_origin
 from milesbatch.store.survey import read_incarnations
@@ -52,12 +52,12 @@ def _promised(layout: RunLayout) -> int:
     if incarnations:
         seal = incarnations[-1].seal
         promised, sealed_batch = seal.last_version, seal.last_batch
-    steps = _numbers(layout.batches, ".json")
+    steps = [step for step, _ in numbered(layout.batches, ".json")]
     if steps and steps[-1] > sealed_batch:
         record = _read(BatchRecord, layout.batch(steps[-1]))
         if record is not None and record.incarnation >= newest:
             promised = max(promised, steps[-1] - 2)
-    for step in reversed(_numbers(layout.checkpoints)):
+    for step, _ in reversed(numbered(layout.checkpoints)):
         manifest = _read(CheckpointManifest, layout.checkpoint_manifest(step))
         if manifest is not None:
             return max(promised, manifest.policy_version) if manifest.incarnation >= newest else promised
@@ -70,18 +70,3 @@ def _read(kind: type[R], path: Path) -> R | None:
         return None if data is None else kind.from_bytes(data, str(path))
     except (CorruptArtefactError, FormatVersionError):
         return None
-
-
-def _numbers(directory: Path, suffix: str = "") -> list[int]:
-    found = []
-    try:
-        for path in directory.iterdir():
-            try:
-                found.append(parse_number(path.name.removesuffix(suffix)))
-            except ValueError:
-                continue
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise storage_error(directory, error) from error
-    return sorted(found)

@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 from milesbatch.errors import CorruptArtefactError, InputError
-from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, RunRecord, WeightsManifest, canonical_json
 from milesbatch.store.durable import (
     create_exclusively,
@@ -37,6 +36,7 @@ from milesbatch.store.durable import (
     storage_error,
     sweep_temporary,
 )
+from milesbatch.store.entries import numbered
 from milesbatch.store.holds import HoldWatch
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.object_requests import in_order
@@ -226,11 +226,7 @@ class Pull:
 
     def _directories(self) -> list[int]:
         """Versions that have anything here, ascending."""
-        found = []
-        for path in self._layout.weights.iterdir():
-            with contextlib.suppress(ValueError):
-                found.append(parse_number(path.name))
-        return sorted(found)
+        return [version for version, _ in numbered(self._layout.weights)]
 
     # -- manifests and the plan ---------------------------------------------------------------------------------------
 

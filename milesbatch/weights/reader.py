@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from milesbatch.errors import CorruptArtefactError, InputError, StorageError
-from milesbatch.ids import parse_number
 from milesbatch.records import FileRef, WeightsManifest
-from milesbatch.store.durable import read_optional, storage_error, verify_files
+from milesbatch.store.durable import read_optional, verify_files
+from milesbatch.store.entries import numbered
 from milesbatch.store.layout import RunLayout
 
 
@@ -61,20 +61,7 @@ def _mend(layout: RunLayout) -> str | None:
 
 def committed_versions(layout: RunLayout) -> list[int]:
     """Versions with a manifest, ascending, from a directory listing: for reports, never to decide what is newest."""
-    versions = []
-    try:
-        for path in layout.weights.iterdir():
-            try:
-                version = parse_number(path.name)
-            except ValueError:
-                continue
-            if layout.weights_manifest(version).is_file():
-                versions.append(version)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise storage_error(layout.weights, error) from error
-    return sorted(versions)
+    return [version for version, _ in numbered(layout.weights) if layout.weights_manifest(version).is_file()]
 
 
 def require_version(layout: RunLayout, version: int) -> None:
