@@ -64,6 +64,7 @@ check: setup ## format, lint, types, generated docs
 	$(BIN)/ruff check milesbatch tests benchmarks tools slurm
 	$(BIN)/mypy
 	MYPYPATH=slurm $(BIN)/mypy -p devcluster
+	MYPYPATH=slurm:tests:benchmarks $(BIN)/mypy --follow-imports=silent benchmarks
 	$(BIN)/python -m milesbatch.recipe.document --check docs/recipe.md docs/sites.md
 
 format: setup ## rewrite code and generated docs in their one form

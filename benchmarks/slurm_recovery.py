@@ -100,7 +100,7 @@ class Run:
         return at_s
 
     def node_of(self, role: str) -> str:
-        listing = self.cluster.run(["squeue", "--steps", "--noheader", "--format", "%j %N"]).stdout
+        listing: str = self.cluster.run(["squeue", "--steps", "--noheader", "--format", "%j %N"]).stdout
         return next(line.split()[1] for line in listing.splitlines() if line.startswith(f"{role}-"))
 
 

@@ -239,7 +239,7 @@ def real(steps: int, rate: float, *, on_grid: bool = False) -> tuple[Tensors, Te
         logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
         loss = -(advantages * logprobs).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         if step == steps - 1:
             before = [bits(parameter.detach().numpy().reshape(-1)) for parameter in model.parameters()]
         optimizer.step()
@@ -385,7 +385,7 @@ def print_memory(side: str, elements: int) -> None:
         encoded = encode(old.view(np.uint8), new.view(np.uint8), 2)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak so far (proc(5))
-    before = status_kib("VmRSS")
+    resident = status_kib("VmRSS")
     if side == "encode":
         encoded = encode(old.view(np.uint8), new.view(np.uint8), 2)
         assert encoded.encoding == "steps-zstd"
@@ -394,7 +394,7 @@ def print_memory(side: str, elements: int) -> None:
         data = old.view(np.uint8)
         change = open_change(encoded.encoding, encoded.payload, num_bytes=data.size, element_bytes=2)
         apply([change], data, data, 2)
-    print((status_kib("VmHWM") - before - payload / 1024) / 1024)
+    print((status_kib("VmHWM") - resident - payload / 1024) / 1024)
 
 
 def status_kib(key: str) -> int:
