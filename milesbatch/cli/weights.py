@@ -18,6 +18,7 @@ from rich.table import Table
 
 from milesbatch.cli import weights_exchange, weights_mirror, weights_stage, weights_stats
 from milesbatch.cli.documents import print_json
+from milesbatch.cli.names_in_files import in_files
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, UsageError
@@ -82,7 +83,8 @@ def materialize(
 ) -> None:
     """Write one policy version as a Hugging Face model directory, checked tensor by tensor."""
     check_outputs(output)
-    manifest = write_version(find_run(run), version, output)
+    layout = find_run(run)
+    manifest = write_version(layout, version, output, in_files=in_files(layout))
     if as_json:
         print_json({"version": version, "digest": manifest.weights_digest, "path": str(output)})
         return
@@ -112,7 +114,7 @@ def register(
     tracked = MlflowRun(layout)
     with tempfile.TemporaryDirectory(prefix="milesbatch-") as scratch:
         directory = Path(scratch) / "model"
-        manifest = write_version(layout, version, directory)
+        manifest = write_version(layout, version, directory, in_files=in_files(layout))
         registered = tracked.register_model(directory, name, version, manifest.weights_digest)
     if as_json:
         print_json({"name": name, "registered": registered, "version": version, "digest": manifest.weights_digest})

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from milesbatch.cli.documents import print_json
 from milesbatch.cli.following import End, looks
+from milesbatch.cli.names_in_files import refuse_other_names
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import EXIT_NOT_WELL, InputError, UsageError
@@ -65,6 +66,7 @@ def export(
         raise UsageError(f"--from {first} is after --to {last}", mend="give a range that begins before it ends")
     run_layout = find_run(run)
     check_outputs(output)
+    refuse_other_names(run_layout, "an export")
     exporter = Exporter(run_layout, output, lambda: _counting(run_layout))
     made: list[Exported] = []
     end, told = End(), Told(exporter)

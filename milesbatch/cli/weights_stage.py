@@ -16,6 +16,7 @@ import typer
 
 from milesbatch.cli.documents import print_json
 from milesbatch.cli.following import End, looks
+from milesbatch.cli.names_in_files import refuse_other_names
 from milesbatch.cli.outputs import check_outputs
 from milesbatch.cli.runs import find_run
 from milesbatch.errors import InputError
@@ -46,6 +47,7 @@ def stage(
         raise InputError("--follow goes on with new versions, --version asks for one", mend="give one of the two")
     layout = find_run(run)
     check_outputs(output)
+    refuse_other_names(layout, "a staged model")
     if version is not None:
         require_version(layout, version)
     end = End()

@@ -19,6 +19,7 @@ import torch
 from milesbatch.errors import InputError
 from milesbatch.models.load import load_config, loading
 from milesbatch.recipe.models import Recipe
+from milesbatch.weights.tensors import RawTensor, from_torch, to_torch
 
 
 def routed_shape(model_directory: Path) -> tuple[int, int] | None:
@@ -86,3 +87,10 @@ class FileNames:
 
         found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
         return found
+
+    def of_raw(self, tensors: Mapping[str, RawTensor]) -> Mapping[str, RawTensor]:
+        """As :meth:`of`, bytes that stay what they are."""
+        if self._model is None:
+            return tensors
+        named = self.of({name: to_torch(tensor) for name, tensor in tensors.items()})
+        return {name: from_torch(name, tensor) for name, tensor in named.items()}

@@ -8,7 +8,7 @@ from it. Needs no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from milesbatch.errors import ModelError
@@ -27,8 +27,17 @@ _CONFIG = Path("config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
+InFiles = Callable[[Mapping[str, RawTensor]], Mapping[str, RawTensor]]
+"""From the names of a version's tensors to those that files of such models have, where these are others."""
+
+
 def materialize(
-    layout: RunLayout, version: int, directory: Path, *, accept: AcceptManifest = accept_all
+    layout: RunLayout,
+    version: int,
+    directory: Path,
+    *,
+    accept: AcceptManifest = accept_all,
+    in_files: InFiles | None = None,
 ) -> WeightsManifest:
     """Write policy ``version`` as a model directory that ``from_pretrained`` loads, bit for bit what was published.
 
@@ -46,7 +55,7 @@ def materialize(
     require_room_for(layout.model, directory)
     with holding(layout, version, "weights materialize"):
         copy = rebuild(layout, version, accept=accept)
-    write_model(layout, copy.tensors, directory)
+    write_model(layout, copy.tensors if in_files is None else in_files(copy.tensors), directory)
     return copy.manifest
 
 

@@ -11,8 +11,12 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from transformers import Qwen3MoeForCausalLM as Qwen3Moe
 
+from milesbatch.cli.names_in_files import in_files, refuse_other_names
 from milesbatch.errors import InputError
 from milesbatch.models.experts import FileNames, recorded_shape, routed_shape
+from milesbatch.store.layout import RunLayout
+from milesbatch.weights.materialize import materialize
+from milesbatch.weights.publisher import Publisher
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32,
@@ -54,6 +58,30 @@ def test_they_are_those_that_are_saved(tmp_path: Path, models: dict[str, Any], k
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     if kind == "qwen3-moe":
         assert "model.layers.2.mlp.experts.3.up_proj.weight" in found
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "mixtral"])
+def test_a_version_is_written_under_these_names(tmp_path: Path, models: dict[str, Any], kind: str) -> None:
+    """What a server is given must have the names that it looks for; exports that have others are refused."""
+    layout = RunLayout(tmp_path / "run")
+    for directory in layout.directories():
+        directory.mkdir(parents=True)
+    saved(layout.model, models[kind])
+    publisher = Publisher(layout, 1, keyframe_every=3, before_commit=lambda: None)
+    state = {name: tensor.clone() for name, tensor in models[kind].state_dict().items()}
+    publisher.publish(0, state.items(), {})
+    materialize(layout, 0, tmp_path / "out", in_files=in_files(layout))
+    found, wanted = load_file(tmp_path / "out" / "model.safetensors"), load_file(layout.model / "model.safetensors")
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    loaded, report = type(models[kind]).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    if kind == "qwen3":
+        refuse_other_names(layout, "an export")
+    else:
+        with pytest.raises(InputError, match="an export holds tensors as the trainer names them"):
+            refuse_other_names(layout, "an export")
 
 
 def test_how_many_experts_a_token_goes_through(tmp_path: Path, models: dict[str, Any]) -> None:
