@@ -367,6 +367,13 @@ class Recipe(Section):
         urls, workers = len(self.rollout.sglang.urls), self.rollout.workers
         if urls and urls < workers:
             raise ValueError(f"rollout.sglang.urls has {urls} servers for {workers} workers; each needs one of its own")
+        routers = len(self.rollout.sglang.routers)
+        if routers and not urls:
+            raise ValueError("rollout.sglang.routers are in front of rollout.sglang.urls, and these are none")
+        if routers not in (0, workers):
+            raise ValueError(
+                f"rollout.sglang.routers has {routers} routers for {workers} workers; each needs one of its own"
+            )
 
 
 __all__ = [

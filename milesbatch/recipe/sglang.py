@@ -143,6 +143,13 @@ class SGLang(Section):
         " their weights from this run alone.",
     )
 
+    routers: tuple[str, ...] = Field(
+        (),
+        description="Routers (`sglang-router`) that somebody has put in front of `urls`, such as `http://node7:8000`, one for"
+        " each worker: the first worker's has the first of `urls` behind it and every `workers`-th after that, and so on."
+        " Requests go through them; weights, pauses and aborts go to each server. Without any, workers choose among their"
+        " servers themselves.",
+    )
     key_file: str | None = Field(
         None,
         description="Where the servers of `urls` want a key (SGLang's `--api-key`): a file that holds it, the same path on each"
@@ -158,7 +165,7 @@ class SGLang(Section):
             raise ValueError(f"{path!r} has a variable in it, which nothing fills in")
         return path
 
-    @field_validator("urls")
+    @field_validator("urls", "routers")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return server_addresses(urls)

@@ -26,6 +26,7 @@ from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.groups import ByGroup
 from milesbatch.engines.sglang.listener import FleetListener
+from milesbatch.engines.sglang.router import Router
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
@@ -58,6 +59,8 @@ class Owner:
     """How many it starts, where it does not attach."""
     urls: tuple[str, ...]
     """Running servers that it attaches to; empty: it starts its own."""
+    router: str | None = None
+    """In front of ``urls``."""
 
     @classmethod
     def worker(cls, context: RoleContext, section: SGLang) -> Owner:
@@ -70,6 +73,7 @@ class Owner:
             number=context.index * section.servers,
             servers=section.servers,
             urls=section.urls[context.index :: context.count],
+            router=dict(enumerate(section.routers)).get(context.index),
         )
 
     @classmethod
@@ -130,6 +134,7 @@ class Servers:
             ),
             stop_text=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
             in_files=self._names.of if self._names.differ else None,
+            router=None if self._owner.router is None else Router(self._owner.router, key_of(section)),
         )
         self._engine.await_server()
         return self._engine

@@ -108,6 +108,8 @@ class ServerClient:
 
 
 def _kind_of(status: int) -> type[EngineError]:
+    if status in (408, 429):  # a router whose queue is full
+        return ServerGoneError
     refusals = {401: ServerWantsKeyError, 403: ServerWantsKeyError, 404: ServerLacksPathError}
     return ServerGoneError if status >= 500 else refusals.get(status, ServerRefusedError)
 

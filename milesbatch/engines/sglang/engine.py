@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import secrets
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from milesbatch.engines.protocol import Completion, GenerationRequest, PolicyWeights
+from milesbatch.engines.protocol import Completion, FinishReason, GenerationRequest, PolicyWeights
 from milesbatch.engines.request_check import check_requests
 from milesbatch.engines.sglang.answer import ForeignWeightsError
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
-from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
+from milesbatch.engines.sglang.fleet import Fleet, FleetOptions, Server
 from milesbatch.engines.sglang.response import Detokenizer, Response
+from milesbatch.engines.sglang.router import Router
 from milesbatch.engines.sglang.serving import ServerPlace
 from milesbatch.engines.sglang.weights import Prover, Way
 from milesbatch.errors import EngineError, MilesbatchError, RunFailedError
@@ -39,6 +41,7 @@ T = TypeVar("T")
 _MOST_FAILURES = 6
 """Answers that one request may lack in a row, without a new token in between."""
 _BACK_OFF_S = 0.25
+_MOST_BACK_OFF_S = 8.0
 _ABORT_S = 5.0
 """For the answers of aborted requests, which tell what was drawn."""
 _CLOSE_S = 90.0
@@ -88,19 +91,20 @@ class SGLangEngine:
         limits: EngineLimits,
         stop_text: Detokenizer | None = None,
         in_files: InFiles | None = None,
+        router: Router | None = None,
     ) -> None:
-        """``in_files`` gives a policy version's tensors under the names that servers know, where those are others."""
+        """``in_files`` gives a policy version's tensors under the names that servers know, where those are others;
+        ``router`` is in front of ``places``, where a site has one."""
+        self._router = router
         self._in_files = in_files
         self._limits, self._options, self._stop_text = limits, options, stop_text
         self._nonce = secrets.token_hex(4)
         self._number = 0
         self._open: dict[Future[Completion], None] = {}
         self._responses: dict[asyncio.Task[None], Response] = {}
-        self._in_flight: dict[str, ServerClient] = {}
-        """Request id at a server -> that server."""
+        self._in_flight: dict[str, Sequence[ServerClient]] = {}
+        """Request id -> the servers that may have it."""
         self._prover = prover
-        self._versions: dict[str, int] = {}
-        """Names under which this engine gave weights to servers -> policy version."""
         self._version = -1
         self._activations = 0
         """Names the cache that new requests share: a prefix that older weights computed is not theirs, even when a version
@@ -116,12 +120,16 @@ class SGLangEngine:
     # -- what a worker calls ------------------------------------------------------------------------------------------
 
     def await_server(self) -> None:
-        """Until one of the servers is up; needs no weights.
+        """Until one of the servers is up, and the router where there is one; needs no weights.
 
         Raises:
             EngineError, InputError: none will come; says why.
         """
         self._call(self._fleet.await_one())
+        if self._router is not None:
+            urls = [server.name for server in self._fleet.servers]
+            options = self._options
+            self._call(self._router.await_up(urls, options.start_timeout_s, options.listener.tell))
 
     def activate(self, weights: PolicyWeights) -> float:
         """As ``RolloutEngine.activate``; servers that do not take the weights are started again, and catch up later.
@@ -133,7 +141,6 @@ class SGLangEngine:
         self._check_open()
         if self._in_files is not None:
             weights = _ServedWeights(weights, self._in_files(weights.tensors()))
-        self._versions[self._prover.name_of(weights.version)] = weights.version
         paused_s = self._call(self._fleet.activate(weights))
         self._version = weights.version
         self._activations += 1
@@ -236,7 +243,9 @@ class SGLangEngine:
         future.set_result(completion)
 
     async def _generate(self, response: Response) -> Completion:
-        failures = 0
+        failures, good_s = 0, time.monotonic()
+        # A router learns later than the engine which servers are there; until then it may owe more answers.
+        patience_s = 0.0 if self._router is None else self._options.start_timeout_s
         number, self._number = self._number, self._number + 1
         while not self._is_closing:
             before = len(response.tokens)
@@ -244,12 +253,12 @@ class SGLangEngine:
                 reason = await self._one_answer(response, number)
             except ServerGoneError as error:
                 failures += 1
-                if failures >= _MOST_FAILURES:
+                if failures >= _MOST_FAILURES and time.monotonic() - good_s >= patience_s:
                     raise RunFailedError(
                         f"a request got no answer {failures} times, the last time: {error.what}",
                         mend="read the servers' logs; the group is generated again by the next start of this worker",
                     ) from error
-                await asyncio.sleep(_BACK_OFF_S * 2**failures)
+                await asyncio.sleep(min(_BACK_OFF_S * 2**failures, _MOST_BACK_OFF_S))
                 continue
             except ServerRefusedError as error:
                 raise RunFailedError(
@@ -258,21 +267,31 @@ class SGLangEngine:
                 ) from error
             if reason is not None:
                 return response.completion(reason)
-            failures = 0 if len(response.tokens) > before else failures + 1
+            if len(response.tokens) > before:
+                failures, good_s = 0, time.monotonic()
+            else:
+                failures += 1
             if failures >= _MOST_FAILURES:
                 raise RunFailedError(f"servers aborted a request {failures} times in a row, without a token")
         return response.completion("abort")
 
-    async def _one_answer(self, response: Response, number: int) -> Any:
+    async def _one_answer(self, response: Response, number: int) -> FinishReason | None:
         """Why the response has ended, or None."""
-        server, client = await self._fleet.choose(response.request.prompt_tokens)
-        epoch = server.epoch
         # Servers abort by the beginning of an id: none may begin another.
         rid = f"{self._nonce}.{number:09d}.{len(response.tokens):07d}.{secrets.token_hex(2)}"
-        seed = response.request.seed if server.info.get("enable_deterministic_inference") else None
-        body = response.body(rid, f"{self._nonce}.{self._activations}", seed)
+        try:
+            if self._router is None:
+                return await self._ask_server(response, rid)
+            return await self._ask_router(self._router, response, rid)
+        finally:
+            self._in_flight.pop(rid, None)
+
+    async def _ask_server(self, response: Response, rid: str) -> FinishReason | None:
+        server, client = await self._fleet.choose(response.request.prompt_tokens)
+        epoch = server.epoch
+        body = self._body(response, rid, [server])
+        self._in_flight[rid] = [client]
         server.in_flight += 1
-        self._in_flight[rid] = client
         try:
             answer = await client.post("generate", body, self._options.request_timeout_s)
         except ServerGoneError:
@@ -280,17 +299,40 @@ class SGLangEngine:
             raise
         finally:
             server.in_flight -= 1
-            self._in_flight.pop(rid, None)
         if server.epoch != epoch:
             raise ServerGoneError(f"{server.name} was lost, or failed to change its weights, while it answered")
-        before = len(response.tokens)
         try:
-            reason = response.add(answer, self._versions, self._stop_text)
+            return self._take(response, answer)
         except ForeignWeightsError as error:
             if server.client is client and server.state == "serving" and not server.is_changing:
                 # It must prove the policy's weights again before it is asked again.
                 server.state, server.trouble = "lost", EngineError(f"{server.name}: {error.what}")
             raise
+
+    async def _ask_router(self, router: Router, response: Response, rid: str) -> FinishReason | None:
+        await self._fleet.await_serving()
+        servers = self._fleet.servers
+        self._in_flight[rid] = [server.client for server in servers if server.client is not None]
+        try:
+            answer = await router.generate(self._body(response, rid, servers), self._options.request_timeout_s)
+        except ServerGoneError:
+            await self._fleet.doubt_all()
+            raise
+        try:
+            return self._take(response, answer)
+        except ForeignWeightsError:
+            await self._fleet.suspect_all()
+            raise
+
+    def _body(self, response: Response, rid: str, servers: Sequence[Server]) -> dict[str, Any]:
+        """What ``servers``, any of which may answer, are asked."""
+        is_deterministic = all(server.info.get("enable_deterministic_inference") for server in servers)
+        seed = response.request.seed if is_deterministic else None
+        return response.body(rid, f"{self._nonce}.{self._activations}", seed)
+
+    def _take(self, response: Response, answer: dict[str, Any]) -> FinishReason | None:
+        before = len(response.tokens)
+        reason = response.add(answer, self._prover.versions, self._stop_text)
         self._tokens += max(len(response.tokens) - before, 0)
         return reason
 
@@ -299,7 +341,8 @@ class SGLangEngine:
     async def _close(self) -> None:
         running = list(self._responses)
         if running:
-            await asyncio.gather(*(self._abort(rid, client) for rid, client in list(self._in_flight.items())))
+            asked = [(rid, client) for rid, clients in self._in_flight.items() for client in clients]
+            await asyncio.gather(*(self._abort(rid, client) for rid, client in asked))
             await asyncio.wait(running, timeout=_ABORT_S)
         for task in running:
             task.cancel()
@@ -309,6 +352,8 @@ class SGLangEngine:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_result(Completion((), (), "abort"))
         await self._fleet.close()
+        if self._router is not None:
+            await self._router.close()
 
     async def _abort(self, rid: str, client: ServerClient) -> None:
         with suppress(EngineError):

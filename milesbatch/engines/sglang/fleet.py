@@ -15,17 +15,14 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
-from milesbatch.engines.sglang.listener import FleetListener
+from milesbatch.engines.sglang.server import FleetOptions, Server
 from milesbatch.engines.sglang.serving import ServerPlace
-from milesbatch.engines.sglang.weights import PauseMode, Prover, SupersededError, Way, change
+from milesbatch.engines.sglang.weights import Prover, SupersededError, Way, change
 from milesbatch.errors import EngineError, InputError, MilesbatchError, StorageError
-
-State = Literal["starting", "ready", "serving", "lost", "given up"]
 
 _LOOK_S = 0.25
 _MOST_FAILURES = 3
@@ -45,62 +42,6 @@ _HEALTH_S = 10.0
 _TICK_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    """How the servers are treated."""
-
-    pause: PauseMode
-    start_timeout_s: float
-    health_timeout_s: float
-    request_timeout_s: float
-    update_timeout_s: float
-    listener: FleetListener
-    needs_experts: bool = False
-    """A server that does not tell routed experts is of no use."""
-
-
-@dataclass(slots=True, eq=False)
-class Server:
-    """One server."""
-
-    place: ServerPlace
-    state: State = "starting"
-    client: ServerClient | None = None
-    epoch: int = 0
-    """Counts how often what it was asked became worthless."""
-    version: int = -1
-    in_flight: int = 0
-    failures: int = 0
-    trouble: EngineError | None = None
-    why: str = ""
-    """Of its last failure, since which it has not served."""
-    is_changing: bool = False
-    is_late: bool = False
-    """Its weights have been changing for longer than anybody waits for."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One change of its weights after the other."""
-    activation: int = 0
-    """The one whose weights it has proven; 0: none."""
-    changes: int = 0
-    """Counts changes of weights that have begun."""
-    doubt: asyncio.Task[bool] | None = None
-    """A question whether it still generates, which all who doubt it share."""
-    info: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.place.name
-
-    def condition(self) -> str:
-        """Why it does not work, in one line; empty when it does."""
-        if self.state in ("ready", "serving"):
-            return ""
-        if not self.why:
-            return f"{self.name} is starting" if self.state == "starting" else ""
-        then = {"starting": "; it is starting again", "given up": "; it is given up for now"}.get(self.state, "")
-        return self.why + then
-
-
 class Fleet:
     """All servers of one engine."""
 
@@ -114,6 +55,8 @@ class Fleet:
         self._change = asyncio.Event()
         self._sticky: OrderedDict[Hashable, Server] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
+        self._looking: asyncio.Task[None] | None = None
+        """For servers with other weights, which all who suspect one share."""
         self.failure: MilesbatchError | None = None
         """Why no server will come any more."""
 
@@ -186,6 +129,43 @@ class Fleet:
             server.state = "lost"
             server.trouble = EngineError(f"{server.name} does not generate any more")
 
+    async def await_serving(self) -> None:
+        """Until one of the servers serves.
+
+        Raises:
+            EngineError: none will.
+        """
+        while not any(server.state == "serving" for server in self.servers):
+            self._check()
+            await self._await_change()
+
+    async def doubt_all(self) -> None:
+        """As :meth:`doubt`, of an answer that any of them may have owed."""
+        await asyncio.gather(*(self.doubt(server) for server in self.servers))
+
+    async def suspect_all(self) -> None:
+        """One of them drew under weights that it has not proven here: each is asked what it calls its weights, and must prove
+        the policy's again where these are others."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_for_others())
+        await asyncio.shield(self._looking)
+
+    async def _look_for_others(self) -> None:
+        await asyncio.gather(*(self._suspect(server) for server in self.servers))
+
+    async def _suspect(self, server: Server) -> None:
+        client, changes = server.client, server.changes
+        if server.state != "serving" or client is None or server.is_changing:
+            return
+        try:
+            found = (await client.get("model_info", self._options.health_timeout_s)).get("weight_version")
+        except EngineError:
+            return  # its health says more
+        is_still = server.state == "serving" and server.client is client and server.changes == changes
+        if is_still and found != server.weights_name:
+            server.state = "lost"
+            server.trouble = EngineError(f"{server.name} has weights {found!r}, which it did not get from here")
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def activate(self, weights: PolicyWeights) -> float:
@@ -225,6 +205,7 @@ class Fleet:
                 return 0.0
             server.is_changing = True
             server.changes += 1
+            name = self._prover.new_name(weights.version)
 
             def taint() -> None:
                 server.epoch += 1
@@ -239,6 +220,7 @@ class Fleet:
                         weights,
                         self._way,
                         self._prover,
+                        name,
                         pause=self._options.pause,
                         limit_s=self._options.update_timeout_s,
                         on_failure=taint,
@@ -256,7 +238,7 @@ class Fleet:
             if server.client is not client:
                 return 0.0
             server.version, server.activation, server.failures = weights.version, activation, 0
-            server.why = ""
+            server.weights_name, server.why = name, ""
             # With older weights than those in use it waits for its next turn.
             server.state = "serving" if activation == self._activation else "ready"
             self._tell_change()

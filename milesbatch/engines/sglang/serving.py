@@ -183,7 +183,8 @@ class AttachedServer:
             await client.close()
             raise InputError(
                 f"what answers at {self.url} is no SGLang server: it has no /model_info; a router in front of servers has none",
-                mend="name the servers themselves: the engine chooses among them, and must reach each for its weights",
+                mend="name the servers in rollout.sglang.urls, for each must be reached for its weights, and a router"
+                " in front of them in rollout.sglang.routers",
             ) from error
         except ServerWantsKeyError as error:
             await client.close()

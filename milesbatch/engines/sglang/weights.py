@@ -105,26 +105,31 @@ class Prover:
     can_expect: bool
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
     """Names the engine in its weights' names: a server says by them whose weights it has."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Names of weights that servers have proven -> policy version. What is drawn under any other is worth nothing."""
+    _named: int = 0
     _version: int = -1
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _others: Mapping[str, str] = field(default_factory=dict)
 
-    def name_of(self, version: int) -> str:
-        """What a server calls this engine's weights of a policy version."""
-        return f"{self.owner}.{version}"
+    def new_name(self, version: int) -> str:
+        """What a server is to call a policy version: another name each time, so that weights that failed their proof, there or
+        at another server, are never taken for those that passed."""
+        self._named += 1
+        return f"{self.owner}.{version}.{self._named}"
 
-    async def prove(self, client: ServerClient, weights: PolicyWeights, limit_s: float) -> Proof:
-        """Ask for version and checksums, and compare.
+    async def prove(self, client: ServerClient, weights: PolicyWeights, name: str, limit_s: float) -> Proof:
+        """Ask for the name of its weights and for checksums, and compare; from then on tokens under ``name`` count.
 
         Raises:
             EngineError: they are not those of ``weights``.
         """
         info = await client.get("model_info", limit_s)
-        found_name, wanted_name = info.get("weight_version"), self.name_of(weights.version)
-        if found_name != wanted_name:
+        found_name = info.get("weight_version")
+        if found_name != name:
             raise EngineError(
                 f"{client.url} has weights {found_name!r} after an update to policy version {weights.version}, which is "
-                f"{wanted_name!r} here; does somebody else change its weights?",
+                f"{name!r} here; does somebody else change its weights?",
                 mend="a server follows one worker of one run: give each its own in rollout.sglang.urls",
             )
         answer = await client.post("weights_checker", {"action": "checksum"}, limit_s)
@@ -139,6 +144,7 @@ class Prover:
             lambda: compare(found, tensors, can_expect=self.can_expect and len(ranks) == 1, others=others)
         )
         self._version, self._others = weights.version, found
+        self.versions[name] = weights.version
         return proof
 
 
@@ -147,13 +153,15 @@ async def change(
     weights: PolicyWeights,
     way: Way,
     prover: Prover,
+    name: str,
     *,
     pause: PauseMode,
     limit_s: float,
     on_failure: Callable[[], None] = lambda: None,
 ) -> float:
-    """Make ``weights`` those of a server; the seconds for which it was paused. ``on_failure`` is called before it goes
-    on with weights that nobody knows.
+    """Make ``weights`` those of a server, which calls them ``name`` (:meth:`Prover.new_name`).
+
+    Returns the seconds for which it was paused. ``on_failure`` is called before it goes on with weights that nobody knows.
 
     Raises:
         EngineError: it has not proven them; it must not be used before it has.
@@ -161,9 +169,8 @@ async def change(
     began_s = time.monotonic()
     try:
         await client.post("pause_generation", {"mode": pause}, min(_PAUSE_S, limit_s))
-        name = prover.name_of(weights.version)
         await way.load(client, weights, name, keep_cache=pause == "in_place", limit_s=limit_s)
-        await prover.prove(client, weights, limit_s)
+        await prover.prove(client, weights, name, limit_s)
     except BaseException:
         on_failure()
         await _go_on(client, quietly=True)

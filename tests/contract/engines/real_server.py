@@ -17,6 +17,7 @@ from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingP
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.listener import FleetListener
+from milesbatch.engines.sglang.router import Router
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, PauseMode, Prover, Way, written_to
@@ -128,6 +129,7 @@ def make_engine(
     expects: bool = True,
     routed: tuple[int, int] | None = None,
     in_files: Any = None,
+    router: Router | None = None,
 ) -> SGLangEngine:
     options = FleetOptions(
         pause=pause,
@@ -139,7 +141,8 @@ def make_engine(
         needs_experts=routed is not None,
     )
     way = way or FromDisk(written_to(memory))
-    return SGLangEngine(places, way, Prover(expects), options, EngineLimits(MAX_LENGTH, VOCAB, routed), spell, in_files)
+    limits = EngineLimits(MAX_LENGTH, VOCAB, routed)
+    return SGLangEngine(places, way, Prover(expects), options, limits, spell, in_files, router)
 
 
 @dataclass

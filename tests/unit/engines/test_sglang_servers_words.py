@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from speaking import Speaker, speaking
 
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError
 from milesbatch.engines.sglang.weights import Prover, change
 from milesbatch.errors import EngineError
 
-
-@dataclass
-class Speaker:
-    """Answers with the words that it is given for a path, else with an empty JSON object."""
-
-    words: dict[str, bytes] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    url: str = ""
+NAME = "an-engine.3.7"
 
 
 @pytest.fixture
 def speaker() -> Iterator[Speaker]:
-    made = Speaker()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.strip("/")
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            made.asked.append(path)
-            words = made.words.get(path, b"{}")
-            self.send_response(200)
-            self.send_header("content-length", str(len(words)))
-            self.end_headers()
-            self.wfile.write(words)
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    yield made
-    server.shutdown()
-    server.server_close()
+    with speaking() as made:
+        yield made
 
 
 @dataclass
@@ -95,7 +65,7 @@ def changed(speaker: Speaker, prover: Prover, way: Named) -> None:
     async def changing() -> None:
         client = ServerClient(speaker.url)
         try:
-            await change(client, Weights(), way, prover, pause="retract", limit_s=10)
+            await change(client, Weights(), way, prover, NAME, pause="retract", limit_s=10)
         finally:
             await client.close()
 
@@ -126,20 +96,27 @@ RANKS: list[Any] = [
 @pytest.mark.parametrize("ranks", RANKS, ids=json.dumps)
 def test_checksums_that_are_none_prove_nothing(speaker: Speaker, ranks: Any, can_expect: bool) -> None:
     prover = Prover(can_expect)
-    speaker.words["model_info"] = json.dumps({"weight_version": prover.name_of(3)}).encode()
+    speaker.words["model_info"] = json.dumps({"weight_version": NAME}).encode()
     speaker.words["weights_checker"] = json.dumps({"success": True, "ranks": ranks}).encode()
     with pytest.raises(EngineError, match="told"):
         changed(speaker, prover, Named())
     assert speaker.asked[-1] == "continue_generation"
 
+    assert prover.versions == {}
 
-def test_weights_are_called_by_their_engine_and_their_version(speaker: Speaker) -> None:
+
+def test_weights_have_a_name_of_their_own_which_counts_when_they_are_proven(speaker: Speaker) -> None:
     prover, way = Prover(can_expect=False), Named()
-    speaker.words["model_info"] = json.dumps({"weight_version": f"{prover.owner}.3"}).encode()
+    assert [prover.new_name(3), prover.new_name(3)] == [f"{prover.owner}.3.1", f"{prover.owner}.3.2"]
+    assert prover.owner != Prover(can_expect=False).owner
+    speaker.words["model_info"] = json.dumps({"weight_version": NAME}).encode()
+    with pytest.raises(EngineError):
+        changed(speaker, prover, way)
+    assert prover.versions == {}
     speaker.words["weights_checker"] = b'{"ranks": [{"checksums": {"a": "0"}}]}'
     changed(speaker, prover, way)
-    assert way.names == [f"{prover.owner}.3"]
-    assert prover.owner != Prover(can_expect=False).owner
+    assert way.names == [NAME, NAME]
+    assert prover.versions == {NAME: 3}
 
 
 @pytest.mark.parametrize("name", ["3", "another.3", 3, None, ["x"]])
