@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
+import signal
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,11 @@ import pyarrow as pa
 import pytest
 import torch
 from command import QUICK, Command, digests, events, fates, kill, milesbatch, wait_until
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from milesbatch.engines.sglang.launch import free_port
+from milesbatch.engines.sglang.serving import StartedServer
+from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.models.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -227,18 +235,22 @@ def check_evaluation_by_hand(run: Path, cache: Path) -> None:
     assert "is not the address of a server" in ended.err
 
 
+def even_digits(place: Path) -> str:
+    """Three steps of the model in ``place`` with a reward that random models differ in."""
+    (place / "evenness.py").write_text(
+        "def score(prompt, response):\n    return sum(c in '02468' for c in response) / (len(response) + 1)\n"
+    )
+    model = json.dumps({"kind": "pretrained", "path": str(place / "model")})
+    return f"model: {model}\nsteps: 3\nenvironment: {{reward: 'evenness:score'}}\n"
+
+
 @pytest.mark.timeout(1500)
 def test_experts_are_trained_sampled_and_recorded(cache: Path, tmp_path: Path) -> None:
     """A mixture of experts: what the trainer publishes arrives in the server, and each token's experts are the router's."""
     run = tmp_path / "run"
-    save_experts_model(tmp_path / "model")
-    (tmp_path / "evenness.py").write_text(
-        "def score(prompt, response):\n    return sum(c in '02468' for c in response) / (len(response) + 1)\n"
-    )
-    more = "model: {kind: pretrained, path: %s}\nsteps: 3\nenvironment: {reward: 'evenness:score'}\n" % (
-        tmp_path / "model"
-    )
-    recipe = shorter(tmp_path, more, routed_experts=True)
+    experts = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
+    save_model(tmp_path / "model", Qwen3MoeForCausalLM, Qwen3MoeConfig, **experts)
+    recipe = shorter(tmp_path, even_digits(tmp_path), routed_experts=True)
     ended = milesbatch("run", recipe, "--run-dir", run, cache=cache, path=tmp_path)
     assert ended.code == 0, ended.err
     check_sound(run, cache, 3)
@@ -257,28 +269,28 @@ def test_experts_are_trained_sampled_and_recorded(cache: Path, tmp_path: Path) -
     assert '"routed_experts": [' in shown.out
 
 
-def save_experts_model(directory: Path) -> None:
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+
+
+def save_model(directory: Path, architecture: Any, config: Any, **more: Any) -> None:
     tokenizer = make_tokenizer("0123456789+-*= ", 64)
     torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    shape = SHAPE | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    architecture(config(architectures=[architecture.__name__], **shape, **more)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -302,3 +314,61 @@ def test_without_the_environment_nothing_starts(cache: Path, tmp_path: Path) -> 
     assert "make sglang-cpu" in ended.err
     assert not (tmp_path / "run" / "run.json").exists()
     assert not processes_of(tmp_path / "run")
+
+
+KEY = "what-servers-of-the-site-want"
+
+
+@contextmanager
+def site_with_a_router(place: Path) -> Iterator[tuple[list[str], str]]:
+    """Two servers with the model in ``place`` that somebody runs, and a router in front of them; their addresses."""
+    settings = ServerSettings(
+        PYTHON_OF_SGLANG, place / "model", "cpu", "float32", max_length=64, max_running=16, max_total_tokens=4096
+    )
+    servers = [StartedServer(f"site-{i}", settings, place / f"site-{i}.log", place / "site", key=KEY) for i in (0, 1)]
+    port = free_port()
+    words = [PYTHON_OF_SGLANG, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--api-key", KEY, "--prometheus-port", str(free_port()), "--policy", "round_robin"]
+
+    async def start() -> None:
+        clients = await asyncio.gather(*(server.open(900, lambda: None) for server in servers))
+        await asyncio.gather(*(client.close() for client in clients))
+
+    router = None
+    try:
+        asyncio.run(start())
+        urls = [server.url for server in servers]
+        with open(place / "router.log", "wb") as log:
+            router = subprocess.Popen([*words, "--worker-urls", *urls], stdout=log, stderr=log, start_new_session=True)
+        yield urls, f"http://127.0.0.1:{port}"
+        assert all(server.process is not None and server.process.exit_code() is None for server in servers), (
+            "servers of others are never ended"
+        )
+    finally:
+        if router is not None:
+            os.killpg(router.pid, signal.SIGKILL)
+            router.wait()
+        for server in servers:
+            server.leave(is_over=True)
+
+
+@pytest.mark.timeout(1800)
+def test_servers_and_a_router_that_a_site_runs(cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_model(tmp_path / "model", Qwen3ForCausalLM, Qwen3Config, intermediate_size=48)
+    (tmp_path / "key").write_text(KEY + "\n")
+    with site_with_a_router(tmp_path) as (urls, router):
+        where = {"urls": urls, "routers": [router], "key_file": str(tmp_path / "key")}
+        evaluated = EVALUATION.replace("every_steps: 4", "every_steps: 3")
+        recipe = shorter(tmp_path, even_digits(tmp_path) + evaluated, **where)
+        ended = milesbatch("run", recipe, "--run-dir", run, cache=cache, path=tmp_path)
+        assert ended.code == 0, ended.err
+        check_sound(run, cache, 3)
+        check_trainer_agrees(run, 3)
+        for file in (run / "evaluations" / "000003").iterdir():
+            file.unlink()
+        ended = milesbatch("evaluate", run, "--url", urls[1], "--version", "3", cache=cache, path=tmp_path)
+        assert ended.code == 0, ended.err
+        (path,) = run.glob("evaluations/000003/*.arrow")
+        assert len(rows_of(path)) == 6
+    assert KEY not in "".join(path.read_text(errors="replace") for path in run.rglob("*") if path.is_file())

@@ -293,3 +293,25 @@ def test_what_keeps_servers_from_working_is_shown_until_it_is_over(monkeypatch: 
         await fleet.close()
 
     asyncio.run(scenario())
+
+
+def test_of_servers_that_are_suspected_those_with_other_weights_prove_them_again() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        places = [Place("one"), Place("two")]
+        fleet = make_fleet(places, told)
+        fleet.start()
+        await until(lambda: all(server.state == "ready" for server in fleet.servers), "all are up")
+        await fleet.activate(Weights(1))
+        await fleet.await_serving()
+        await fleet.suspect_all()
+        assert all_serve(fleet, 1), "both have what they got"
+        places[0].version = "of-another-engine.1.1"
+        await asyncio.gather(*(fleet.suspect_all() for _ in range(5)))
+        assert [server.state for server in fleet.servers] == ["lost", "serving"]
+        await until(lambda: all_serve(fleet, 1), "it has proven them again")
+        assert [place.starts for place in places] == [2, 1]
+        assert sum("which it did not get from here" in text for text in told) == 1
+        await fleet.close()
+
+    asyncio.run(scenario())
