@@ -386,7 +386,8 @@ class Hub:
             return f"the trainer ({trainers[0]})"
         busy = sum(peer.beat.samples_in_flight for peer in self.peers.values())
         needed = len(missing_groups(self.rule, self.last_step + 1, self.ready))
-        return f"rollout: {needed} groups to come, {busy} samples in flight"
+        servers = [peer.beat.servers for _, peer in sorted(self.peers.items()) if peer.beat.servers]
+        return "; ".join([f"rollout: {needed} groups to come, {busy} samples in flight", *servers])
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

@@ -351,6 +351,10 @@ def test_what_people_see() -> None:
     beat(hub, 0)
     hub.commit(request(0))
     assert "2 groups to come" in hub.waiting_for()
+    peer = hub.peers["rollout-0"]
+    hub.heartbeat(peer.beat.model_copy(update={"servers": "rollout-0.server-1 is starting"}))
+    assert hub.waiting_for().endswith("2 groups to come, 3 samples in flight; rollout-0.server-1 is starting")
+    assert hub.status().workers[0]["servers"] == "rollout-0.server-1 is starting"
     status = hub.status()
     assert (status.state, status.ready_groups) == ("running", 2)
     assert [worker["name"] for worker in status.workers] == ["rollout-0"]
