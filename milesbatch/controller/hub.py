@@ -384,9 +384,10 @@ class Hub:
             return "the trainer to start"
         if trainers[0] != "waiting":
             return f"the trainer ({trainers[0]})"
-        busy = sum(peer.beat.samples_in_flight for peer in self.peers.values())
+        workers = [peer.beat for name, peer in sorted(self.peers.items()) if name.startswith("rollout-")]
+        busy = sum(beat.samples_in_flight for beat in workers)
         needed = len(missing_groups(self.rule, self.last_step + 1, self.ready))
-        servers = [peer.beat.servers for _, peer in sorted(self.peers.items()) if peer.beat.servers]
+        servers = [beat.servers for beat in workers if beat.servers]
         return "; ".join([f"rollout: {needed} groups to come, {busy} samples in flight", *servers])
 
     # -- waiting ----------------------------------------------------------------------------------------------------
