@@ -243,7 +243,7 @@ class SGLangEngine:
         future.set_result(completion)
 
     async def _generate(self, response: Response) -> Completion:
-        failures, good_s = 0, time.monotonic()
+        failures, since_s = 0, 0.0
         # A router learns later than the engine which servers are there; until then it may owe more answers.
         patience_s = 0.0 if self._router is None else self._options.start_timeout_s
         number, self._number = self._number, self._number + 1
@@ -252,8 +252,9 @@ class SGLangEngine:
             try:
                 reason = await self._one_answer(response, number)
             except ServerGoneError as error:
+                since_s = since_s if failures else time.monotonic()
                 failures += 1
-                if failures >= _MOST_FAILURES and time.monotonic() - good_s >= patience_s:
+                if failures >= _MOST_FAILURES and time.monotonic() - since_s >= patience_s:
                     raise RunFailedError(
                         f"a request got no answer {failures} times, the last time: {error.what}",
                         mend="read the servers' logs; the group is generated again by the next start of this worker",
@@ -267,10 +268,7 @@ class SGLangEngine:
                 ) from error
             if reason is not None:
                 return response.completion(reason)
-            if len(response.tokens) > before:
-                failures, good_s = 0, time.monotonic()
-            else:
-                failures += 1
+            failures = 0 if len(response.tokens) > before else failures + 1
             if failures >= _MOST_FAILURES:
                 raise RunFailedError(f"servers aborted a request {failures} times in a row, without a token")
         return response.completion("abort")
