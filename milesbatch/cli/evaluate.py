@@ -53,6 +53,14 @@ def evaluate(
             " again.",
         ),
     ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file",
+            metavar="FILE",
+            help="Holds the key that the servers of --url want; instead of the recipe's rollout.sglang.key_file.",
+        ),
+    ] = None,
     only_list: Annotated[bool, typer.Option("--list", help="Evaluate nothing; show what there is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
@@ -63,6 +71,12 @@ def evaluate(
     layout = find_run(run)
     if version and every:
         raise UsageError("--version and --every say different things", mend="give one of the two")
+    if key_file is not None and not urls:
+        raise UsageError(
+            f"--key-file {key_file} is for servers that run already, and none is named: one that is started here has a key"
+            " of its own",
+            mend="name them with --url, or leave --key-file out",
+        )
     skipped: dict[int, str] = {}
     chosen: list[EvaluationRecord] | None = None
     if not only_list:
@@ -70,7 +84,14 @@ def evaluate(
         from milesbatch.report.status import is_finished
 
         wish = Wish(
-            tuple(sorted(set(version or ()))), every, prompts, samples, temperature, follow, _checked(urls or ())
+            versions=tuple(sorted(set(version or ()))),
+            every=every,
+            prompts=prompts,
+            samples=samples,
+            temperature=temperature,
+            follow=follow,
+            urls=_checked(urls or ()),
+            key_file=None if key_file is None else key_file.absolute(),
         )
         outcome = evaluate_by_hand(layout, wish, lambda steps: is_finished(layout, steps), _say)
         chosen, skipped = outcome.records, outcome.skipped

@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from milesbatch.decisions.origin import origin_of
 from milesbatch.engines.sglang.listener import FleetListener
-from milesbatch.errors import InputError
+from milesbatch.errors import InputError, UsageError
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
 from milesbatch.evaluation.evaluator import Evaluator
 from milesbatch.evaluation.following import follow_versions, hold_from
@@ -34,6 +36,12 @@ from milesbatch.trajectories.schema import FileMetadata
 
 _WORKER = "evaluation-0"
 _POLL_S = 2.0
+_OPTIONS = {
+    "every_steps": ("--every", "give a number of steps, 1 or more"),
+    "samples_per_prompt": ("--samples", "give a number of samples, 1 or more"),
+    "temperature": ("--temperature", "give 0, which always takes the likeliest token, or a number such as 0.7 or 1"),
+}
+"""Field of the recipe's section -> the option that says it instead, and what to give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Wish:
     follow: bool = False
     urls: tuple[str, ...] = ()
     """SGLang servers that run already, for this evaluation alone; empty: one is started."""
+    key_file: Path | None = None
+    """Absolute; holds the key that ``urls`` want."""
 
 
 @dataclass(slots=True)
@@ -83,7 +93,8 @@ def evaluate_by_hand(
     """Evaluate what is asked for; with ``wish.follow`` until the run is finished, as ``is_finished`` says of so many steps.
 
     Raises:
-        InputError: the run has not begun, a version is not published, or what is asked cannot be asked.
+        InputError: the run has not begun, a version is not published, what is asked cannot be asked, or the key cannot
+            be read.
         StorageError: something cannot be read or written.
     """
     story, opened = _Story(say), _Opened()
@@ -92,7 +103,7 @@ def evaluate_by_hand(
         if not incarnations:
             raise InputError(f"{layout.root} has not begun", mend="start it, then evaluate its policy versions")
         newest = incarnations[-1].incarnation
-        run = open_run(layout, newest)
+        run = _with_key(open_run(layout, newest), wish.key_file)
         section = _wished(section_of(run.recipe, wish.prompts), wish)
         due = wish.versions or due_versions(run.recipe.steps, section.every_steps, origin_of(run.record).step)
         with hold_from(layout, due[0]) as held:
@@ -148,14 +159,56 @@ class _Look:
             time.sleep(_POLL_S)
 
 
+def _with_key(run: OpenRun, key_file: Path | None) -> OpenRun:
+    """``run`` as if its recipe named ``key_file``, which is read once, to see that it can be.
+
+    Raises:
+        UsageError: it cannot, or holds no key.
+    """
+    if key_file is None:
+        return run
+    from milesbatch.rollout.servers import key_of
+
+    rollout = run.recipe.rollout
+    section = rollout.sglang.model_copy(update={"key_file": str(key_file)})
+    try:
+        key_of(section)
+    except InputError as error:
+        raise UsageError(
+            error.what.replace("rollout.sglang.key_file", "--key-file", 1),
+            mend="name a file that holds the key that the servers of --url were started with, and that this user can read",
+        ) from error
+    rollout = rollout.model_copy(update={"sglang": section})
+    return replace(run, recipe=run.recipe.model_copy(update={"rollout": rollout}))
+
+
 def _wished(section: Evaluation, wish: Wish) -> Evaluation:
+    """``section`` with what ``wish`` says.
+
+    Raises:
+        UsageError: its values cannot be asked, or not together with the others of the section.
+    """
     changes = {
         "every_steps": wish.every,
         "samples_per_prompt": wish.samples,
         "temperature": wish.temperature,
     }
     said = {name: value for name, value in changes.items() if value is not None}
-    return Evaluation.model_validate({**section.model_dump(), **said}) if said else section
+    if not said:
+        return section
+    try:
+        return Evaluation.model_validate({**section.model_dump(), **said})
+    except ValidationError as error:
+        raise _refused(error, said) from error
+
+
+def _refused(error: ValidationError, said: Mapping[str, float]) -> UsageError:
+    """``error`` in terms of the options: of the one that is wrong, or of those that do not go together."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    names = problem["loc"][:1] or [name for name in said if name != "every_steps"]
+    given = " ".join(f"{_OPTIONS[name][0]} {said[name]:g}" for name in said if name in names)
+    mend = _OPTIONS[str(names[0])][1] if problem["loc"] else "give a --temperature above 0, or --samples 1"
+    return UsageError(f"{given}: {problem['msg'].removeprefix('Value error, ')}", mend=mend)
 
 
 def _published(evaluator: Evaluator, due: Sequence[int], run: OpenRun, *, is_explicit: bool) -> tuple[int, ...]:

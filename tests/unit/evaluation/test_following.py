@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from builders import AT, past_incarnation
 from evaluation_rig import Rig
+from typer.testing import CliRunner
 
+from milesbatch.cli.main import app
 from milesbatch.errors import InputError, StoppedToContinue, UsageError
 from milesbatch.evaluation import by_hand, following
 from milesbatch.evaluation.asking import due_versions, section_of
@@ -19,6 +22,7 @@ from milesbatch.evaluation.generating import Evaluating, Means, open_means
 from milesbatch.recipe.models import Evaluation, FileData
 from milesbatch.records import Hold, Retirement
 from milesbatch.rollout.episodes import Recorder
+from milesbatch.rollout.servers import key_of
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
 from milesbatch.weights.reader import read_manifest
@@ -168,6 +172,70 @@ def test_by_hand_with_other_prompts_or_samples_it_is_another_curve(
     assert (own.name, hard.name, more.name) == ("recipe", "hard", "recipe")
     assert len({own.tag, hard.tag, more.tag}) == 3
     assert (hard.figures.samples, more.figures.samples) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (
+            Wish(every=3, samples=2),
+            r"--samples 2: samples_per_prompt is 2 with temperature 0(.|\n)*--temperature above 0",
+        ),
+        (Wish(samples=2, temperature=0), r"--samples 2 --temperature 0: (.|\n)*or --samples 1"),
+        (Wish(temperature=float("inf")), r"--temperature inf: .*finite(.|\n)*give 0"),
+        (Wish(temperature=float("nan"), every=2), r"^--temperature nan: .*(.|\n)*give 0"),
+        (Wish(temperature=-1), r"--temperature -1: .*(.|\n)*give 0"),
+        (Wish(temperature=1e-9), r"--temperature 1e-09: .*at least 1e-06"),
+        (Wish(samples=0, temperature=1), r"^--samples 0: .*(.|\n)*1 or more"),
+        (Wish(every=0), r"--every 0: .*(.|\n)*1 or more"),
+    ],
+)
+def test_by_hand_values_that_cannot_be_asked_are_told_with_their_option(
+    by_hand_on: Callable[..., by_hand.Outcome], wish: Wish, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        by_hand_on(wish)
+
+
+def test_by_hand_greedily_where_the_recipe_wants_several_samples(rig_with: Callable[..., Rig]) -> None:
+    rig = rig_with(samples_per_prompt=4, temperature=1.0)
+    with pytest.raises(UsageError, match=r"^--temperature 0: samples_per_prompt is 4 (.|\n)*--samples 1"):
+        evaluate_by_hand(rig.layout, Wish(temperature=0), lambda steps: True, lambda text: None)
+
+
+def test_by_hand_the_key_that_is_given_wins_over_the_recipes(
+    rig: Rig, by_hand_on: Callable[..., by_hand.Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("s3cret\n")
+    keys: list[str] = []
+
+    def means(run: OpenRun, asking: Any, who: Evaluating) -> Means:
+        keys.append(key_of(run.recipe.rollout.sglang))
+        evaluator = rig.evaluator()
+        return Means(evaluator.follower, evaluator.prepare, rig.close)
+
+    monkeypatch.setattr(by_hand, "open_means", means)
+    by_hand_on(Wish(versions=(1,), urls=("http://node7:30000",), key_file=tmp_path / "key"))
+    by_hand_on(Wish(versions=(1,), urls=("http://node7:30000",)))
+    assert keys == ["s3cret", ""]
+    (tmp_path / "key").write_text("")
+    for name in ("key", "none"):
+        with pytest.raises(UsageError, match=rf"^--key-file: .*{name} .*(.|\n)*the servers of --url"):
+            by_hand_on(Wish(versions=(1,), urls=("http://node7:30000",), key_file=tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--key-file", "key"], "--key-file key is for servers that run already"),
+        (["--key-file", "key", "--url", "http://node7:30000"], "--key-file: .*/key cannot be read"),
+        (["--temperature", "inf"], "--temperature inf: "),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_its_options(rig: Rig, words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["evaluate", str(rig.layout.root), *words])
+    assert isinstance(result.exception, UsageError), result.output
+    assert re.search(said, str(result.exception))
 
 
 def test_by_hand_following_goes_on_over_a_restart_until_the_run_is_finished(
