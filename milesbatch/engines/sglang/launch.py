@@ -4,6 +4,9 @@ Owns the processes of one server, through its guard (:mod:`milesbatch.engines.sg
 choice of its port. Never: talks to the server. Invariant: after :meth:`ServerProcess.kill`, or after the end of this
 process, however it comes about, none of them is left.
 
+SGLang writes its arguments, and so the server's key, into the log: that is for the user's eyes alone, and the line is
+never quoted.
+
 A port that is free now may be taken a moment later. Nobody can rule that out for a program that takes a port's number;
 so the log is asked (:func:`port_was_taken`), and each server has a key of its own, so that another one at the same port
 is never taken for it.
@@ -33,12 +36,18 @@ _TAIL_BYTES = 65536
 _MOST_LINES = 3
 _FATAL = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|.*\b(out of memory|[Cc]annot allocate|No space left).*"
-    r"|.*launch_server\.py: error:.*|.*cannot be started:.*"
+    r"|.*launch_server\.py: error:.*|.*cannot be started:.*|Subprocess .* crashed with exit code.*|.* watchdog timeout.*"
 )
 _TAKEN = re.compile(r"address already in use|port \d+ is (already )?(in use|not available)", re.IGNORECASE)
-_ACCESS = re.compile(r'.*"[A-Z]+ \S+ HTTP/[\d.]+" \d{3}\b')
-"""A request that was answered: tells nothing of an end."""
+_SMALL_TALK = re.compile(
+    r'.*"[A-Z]+ \S+ HTTP/[\d.]+" \d{3}\b'  # a request that was answered
+    r"|(Prefill|Decode) batch\b"  # statistics
+    r"|.*\bresource_tracker\b"  # what Python tidies up after a process that was killed
+    r"|server_args="  # with the server's key
+)
+"""What tells nothing of an end, or must not be quoted."""
 _PREFIX = re.compile(r"^\[[^\]]*\]\s*")
+_SILENCE = "it said nothing"
 
 
 @dataclass(slots=True)
@@ -55,8 +64,8 @@ class ServerProcess:
     def start(
         cls, command: Sequence[str], log: Path, extra: Mapping[str, str], rubbish: Path | None, threads: int = 1
     ) -> ServerProcess:
-        """Start ``command``; its output is appended to ``log``. ``rubbish`` is a directory that goes when the server is
-        gone.
+        """Start ``command``; its output is appended to ``log``, which others cannot read. ``rubbish`` is a directory that
+        goes when the server is gone.
 
         Raises:
             InputError: there is no such program.
@@ -66,7 +75,7 @@ class ServerProcess:
             raise no_environment(command[0])
         guard = [sys.executable, "-m", "milesbatch.engines.sglang.guard", "" if rubbish is None else str(rubbish)]
         try:
-            with open(log, "ab") as stream:
+            with open(log, "ab", opener=_private) as stream:
                 begin = stream.tell()
                 process = subprocess.Popen(
                     [*guard, *command],
@@ -125,6 +134,14 @@ class ServerProcess:
             return ""
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a file that this user alone can read, also one that is there and was readable for others."""
+    descriptor = os.open(path, flags, 0o600)
+    with contextlib.suppress(OSError):  # a filesystem without modes
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def no_environment(python: str) -> InputError:
     """SGLang's own environment is not there."""
     return InputError(
@@ -147,15 +164,32 @@ def port_was_taken(said: str) -> bool:
 
 def decisive_lines(said: str) -> str:
     """Those lines of a log that say why a server ended: its last errors, else its last words."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in said.splitlines() if line.strip() and not _ACCESS.match(line)]
-    fatal = [line for line in lines if _FATAL.match(line)]
-    return "\n".join(dict.fromkeys(fatal[-_MOST_LINES:] or lines[-_MOST_LINES:])) or "it said nothing"
+    lines = _telling(said)
+    return _joined(_fatal(lines) or lines) or _SILENCE
 
 
 def server_gone(name: str, code: int, log: Path, said: str) -> EngineError:
-    """The error of a server that ended by itself."""
-    if code < 0:
-        how = f"the guard was killed by signal {-code}, and the server with it"
+    """The error of a server that ended by itself. One that a signal ended had no time for last words: they are of something
+    else, unless they are an error.
+    """
+    if 0 <= code <= 128:
+        how, why = f"exit status {code}", decisive_lines(said)
     else:
-        how = f"killed by signal {code - 128}" if code > 128 else f"exit status {code}"
-    return EngineError(f"{name} ended ({how}): {decisive_lines(said)}", mend=f"read {log}")
+        how = f"killed by signal {code - 128}"
+        if code < 0:
+            how = f"the guard was killed by signal {-code}, and the server with it"
+        why = _joined(_fatal(_telling(said)))
+    return EngineError(f"{name} ended ({how})" + (f": {why}" if why else ""), mend=f"read {log}")
+
+
+def _telling(said: str) -> list[str]:
+    lines = [_PREFIX.sub("", line).rstrip() for line in said.splitlines() if line.strip()]
+    return [line for line in lines if line and not _SMALL_TALK.match(line)]
+
+
+def _fatal(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if _FATAL.match(line)]
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(dict.fromkeys(lines[-_MOST_LINES:]))

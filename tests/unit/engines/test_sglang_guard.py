@@ -169,16 +169,49 @@ def test_what_servers_of_a_killed_guard_shared_is_removed(tmp_path: Path) -> Non
         other.unlink()
 
 
+BATCH = "[2026-11-30 17:40:45] Prefill batch, #new-seq: 8, #new-token: 23, #cached-token: 17, token usage: 0.00\n"
+KILLED = (
+    "[2026-11-30 17:40:44] The server is fired up and ready to roll!\n"
+    + BATCH
+    + BATCH.replace("Prefill", "Decode")
+    + "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1"
+    " leaked semaphore objects to clean up at shutdown\n  warnings.warn('resource_tracker: There appear to be %d '\n"
+)
+CRASH = "Subprocess scheduler_0 (pid=77) crashed with exit code -9. Triggering SIGQUIT for cleanup..."
+ARGUMENTS = "[2026-11-30 17:38:18] server_args={'model_path': '/model', 'api_key': 's3cret'}\n"
+
+
+@pytest.mark.parametrize("said", ["", KILLED, "half way\n"])
 @pytest.mark.parametrize(
     ("code", "how"),
+    [(-9, "(the guard was killed by signal 9, and the server with it)"), (137, "(killed by signal 9)")],
+)
+def test_a_server_that_a_signal_ended_had_no_last_words(tmp_path: Path, code: int, how: str, said: str) -> None:
+    assert server_gone("server-0", code, tmp_path / "log", said).what == f"server-0 ended {how}"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "told"),
     [
-        (-9, "the guard was killed by signal 9, and the server with it"),
-        (137, "killed by signal 9"),
-        (1, "exit status 1"),
+        (1, "", "server-0 ended (exit status 1): it said nothing"),
+        (1, KILLED, "server-0 ended (exit status 1): The server is fired up and ready to roll!"),
+        (131, KILLED + f"[2026-11-30 17:40:46] {CRASH}\n", f"server-0 ended (killed by signal 3): {CRASH}"),
+        (137, "MemoryError: none is left\n" + BATCH, "server-0 ended (killed by signal 9): MemoryError: none is left"),
     ],
 )
-def test_how_a_server_ended(tmp_path: Path, code: int, how: str) -> None:
-    assert server_gone("server-0", code, tmp_path / "log", "").what == f"server-0 ended ({how}): it said nothing"
+def test_how_a_server_ended(tmp_path: Path, code: int, said: str, told: str) -> None:
+    assert server_gone("server-0", code, tmp_path / "log", said).what == told
+
+
+def test_the_log_with_the_key_is_for_nobody_else(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("of an earlier start\n")
+    (tmp_path / "old").chmod(0o644)
+    for name in ("old", "new"):
+        process = ServerProcess.start([sys.executable, "-c", "print('began')"], tmp_path / name, {}, None)
+        until(lambda process=process: process.exit_code() is not None, "it has ended")  # type: ignore[misc]
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        assert "began" in (tmp_path / name).read_text()
+    assert "of an earlier start" in (tmp_path / "old").read_text()
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -206,6 +239,8 @@ def test_the_log_of_this_start_alone_is_read(tmp_path: Path) -> None:
             "ready",
         ),
         ('INFO:     127.0.0.1:5 - "POST /generate HTTP/1.1" 200 OK\n', "it said nothing"),
+        (BATCH, "it said nothing"),
+        (ARGUMENTS + "loading\n", "loading"),
         (
             "[2026-11-30 10:01:15 TP0] Scheduler hit an exception: Traceback (most recent call last):\n  File x\n"
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n[2026-11-30 10:01:16] bye\n",
