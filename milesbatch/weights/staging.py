@@ -42,7 +42,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from milesbatch.errors import CorruptArtefactError, InputError, StorageError
+from milesbatch.errors import CorruptArtefactError, InputError, StorageError, StorageFullError
 from milesbatch.records import TensorEntry, WeightsManifest
 from milesbatch.store.directories import held_names, missing, publish_directory, require_made_by, take_back
 from milesbatch.store.durable import (
@@ -60,11 +60,13 @@ from milesbatch.weights.materialize import WEIGHTS, model_files, write_model
 from milesbatch.weights.reader import AcceptManifest, accept_all, plan_chain, read_manifest
 from milesbatch.weights.rebuild import check_weights_digest, read_link, rebuild
 from milesbatch.weights.tensorfile import view_tensors
-from milesbatch.weights.tensors import RawTensor, element_bytes
+from milesbatch.weights.tensors import RawTensor, element_bytes, num_bytes
 
 _REDO = struct.Struct("<8sQQQ16s")
 """Magic, length of the tensor's name, bytes of an element, number of changed elements, xxh3-128 of all that follows."""
 _MAGIC = b"mbredo01"
+_BLOCK_BYTES = 512
+"""Of ``st_blocks``, on every filesystem (stat(2))."""
 _MARKER = "staging.json"
 _MADE_HERE = b'{"made by": "milesbatch weights stage"}\n'
 
@@ -94,9 +96,8 @@ class Staging:
         self._mended: list[str] = []
         try:
             remove_tree(self._fresh)
-            with suppress(CorruptArtefactError, StorageError, OSError, ValueError, KeyError, TypeError):
-                self._recover()
-                self._prove_files()
+            with suppress(StorageFullError):  # to be asked again
+                self._look()
         except BaseException:
             self.close()
             raise
@@ -144,6 +145,8 @@ class Staging:
             StorageError: it is not published, or something cannot be read or written; as above.
         """
         target = self._manifest(version)
+        if self._current is None:
+            self._look()
         if self._current == version:
             return target
         links = self._links(version)
@@ -155,6 +158,29 @@ class Staging:
                 pass  # files as committed, but not for these bytes: a full copy is the way out
         self._rebase(target)
         return target
+
+    def make_way(self, version: int) -> bool:
+        """Remove the model when there is room for a full copy of ``version`` without it; then nothing is current.
+
+        For one who cannot wait for space. False: it stays, or there is none.
+
+        Raises:
+            StorageError: it cannot be looked at or removed.
+        """
+        needed = sum(num_bytes(entry.dtype, entry.shape) for entry in self._manifest(version).tensors)
+        try:
+            held = (self.model / WEIGHTS).lstat().st_blocks * _BLOCK_BYTES
+            found = os.statvfs(self._directory)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise storage_error(self.model, error) from error
+        if found.f_bavail * found.f_frsize + held < needed:
+            return False
+        self._current = None
+        remove_file(self._directory / "redo.bin")
+        remove_tree(self.model)  # what was said of it is not true of nothing: opening the directory finds that out
+        return True
 
     # -- from version to version ------------------------------------------------------------------------------------------
 
@@ -204,7 +230,8 @@ class Staging:
             self._remove_model()
             publish_directory(self._fresh, self.model)
         except BaseException:
-            remove_tree(self._fresh)
+            with suppress(StorageError):  # the first error is the one to be told
+                remove_tree(self._fresh)
             raise
         self._write_state(target.version, None)
         self._current = target.version
@@ -214,7 +241,22 @@ class Staging:
         self._write_state(None, None)
         remove_tree(self.model)
 
-    # -- after a crash ------------------------------------------------------------------------------------------------------
+    # -- after a crash, or without space ------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Find out what is there, prove it, and go on with what was begun; in the end it is current, or nothing is.
+
+        Raises:
+            StorageFullError: to go on takes space; nothing is current, and the next look may find more.
+        """
+        try:
+            self._recover()
+            self._prove_files()
+        except StorageFullError:
+            self._current = None
+            raise
+        except (CorruptArtefactError, StorageError, OSError, ValueError, KeyError, TypeError):
+            self._current = None
 
     def _recover(self) -> None:
         """Prove what is there; go on with what was begun. Whatever does not fit leaves no current version."""
