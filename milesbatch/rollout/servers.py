@@ -23,6 +23,7 @@ import torch
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
+from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.groups import ByGroup
 from milesbatch.engines.sglang.listener import FleetListener
@@ -127,7 +128,9 @@ class Servers:
                 request_timeout_s=section.request_timeout_s,
                 update_timeout_s=section.update_timeout_s,
                 listener=self._listener,
-                needs_experts=section.routed_experts,
+                needed=Needed.of_model(
+                    model, self._run.recipe.weights.dtype, context_length(model), routed_experts=section.routed_experts
+                ),
             ),
             EngineLimits(
                 context_length(model), int(load_config(model).vocab_size), recorded_shape(self._run.recipe, model)

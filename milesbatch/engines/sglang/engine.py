@@ -205,7 +205,12 @@ class SGLangEngine:
             raise MilesbatchError("the engine is closed", mend="make a new engine")
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()  # whoever waited was interrupted
+            raise
 
     # -- in the loop --------------------------------------------------------------------------------------------------
 

@@ -298,7 +298,7 @@ class Fleet:
         """Until it serves the version in use, or waits for the first.
 
         Raises:
-            EngineError: it cannot be brought up; says why.
+            EngineError: it cannot be brought up; says why. InputError: it is not such a one as this run needs.
         """
         server.state, server.trouble = "starting", None
         self._tell_change()
@@ -306,13 +306,13 @@ class Fleet:
         async with self._telling_of_start(server):
             server.client = await server.place.open(self._options.start_timeout_s, self._options.listener.sign)
         server.info = await server.client.get("server_info", self._options.health_timeout_s)
-        if self._options.needs_experts and not server.info.get("enable_return_routed_experts"):
-            raise EngineError(
-                f"{server.name} does not tell which experts tokens went through",
-                mend="start it with --enable-return-routed-experts, or set rollout.sglang.routed_experts: false",
-            )
+        if self._options.needed is not None:
+            model = await server.client.get("model_info", self._options.health_timeout_s)
+            self._options.needed.check(server.name, server.info, model)
         self._options.listener.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
         server.state = "ready"
+        if self._weights is None:  # being up is all that can be asked of it
+            server.why = ""
         await self._catch_up(server)
         self._tell_change()
 
@@ -326,12 +326,12 @@ class Fleet:
                 await asyncio.sleep(word_s)
                 word_s *= 2
                 self._options.listener.tell(
-                    f"{server.name} has been starting for {time.monotonic() - began_s:.0f} s (of at most"
+                    f"{server.name} {words.still} for {time.monotonic() - began_s:.0f} s (of at most"
                     f" {self._options.start_timeout_s:.0f})"
                 )
 
-        began_s = time.monotonic()
-        self._options.listener.tell(f"{server.name} is starting")
+        began_s, words = time.monotonic(), server.place.coming
+        self._options.listener.tell(f"{server.name} {words.now}")
         telling = asyncio.create_task(tell_now_and_then())
         try:
             yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from milesbatch.engines.sglang.client import ServerClient
+from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.serving import ServerPlace
 from milesbatch.engines.sglang.weights import PauseMode
@@ -25,8 +26,8 @@ class FleetOptions:
     request_timeout_s: float
     update_timeout_s: float
     listener: FleetListener
-    needs_experts: bool = False
-    """A server that does not tell routed experts is of no use."""
+    needed: Needed | None = None
+    """What servers must be; None: they are not asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +66,8 @@ class Server:
 
     def condition(self) -> str:
         """Why it does not work, in one line; empty when it does."""
-        if self.state in ("ready", "serving"):
-            return ""
-        if not self.why:
-            return f"{self.name} is starting" if self.state == "starting" else ""
-        then = {"starting": "; it is starting again", "given up": "; it is given up for now"}.get(self.state, "")
-        return self.why + then
+        words = self.place.coming
+        if not self.why:  # one that is up and has not proven any weights yet is well
+            return f"{self.name} {words.now}" if self.state == "starting" else ""
+        then = {"starting": words.again, "given up": "it is given up for now", "ready": "it is tried again"}
+        return f"{self.why}; {then[self.state]}" if self.state in then else self.why

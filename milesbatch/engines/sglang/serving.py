@@ -37,12 +37,26 @@ _MOST_PORTS = 8
 _ANSWER_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a server that is not there yet does, in words."""
+
+    now: str
+    still: str
+    """Before ``for 30 s``."""
+    again: str
+
+
 class ServerPlace(Protocol):
     """One place with a server."""
 
     @property
     def name(self) -> str:
         """For people."""
+
+    @property
+    def coming(self) -> Coming:
+        """Until it is there."""
 
     async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
         """Come to a server that generates; ``sign`` is called whenever it gets on.
@@ -75,6 +89,10 @@ class StartedServer:
     url: str = ""
     key: str = field(default_factory=lambda: secrets.token_hex(16))
     """What requests must show."""
+
+    @property
+    def coming(self) -> Coming:
+        return Coming("is starting", "has been starting", "it is starting again")
 
     async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
         deadline_s = time.monotonic() + timeout_s
@@ -160,18 +178,27 @@ class AttachedServer:
     def name(self) -> str:
         return self.url
 
+    @property
+    def coming(self) -> Coming:
+        return Coming("is waited for", "has not generated", "it is waited for, and whoever runs it must start it again")
+
     async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
-        deadline_s = time.monotonic() + timeout_s
         client = ServerClient(self.url, self.key)
+        try:
+            await self._await(client, time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _await(self, client: ServerClient, deadline_s: float, timeout_s: float) -> None:
         while not await self._generates(client):
             if time.monotonic() > deadline_s:
-                await client.close()
                 raise EngineError(
                     f"the server at {self.url} does not generate, for {timeout_s:.0f} s",
                     mend="start it, or take it out of rollout.sglang.urls",
                 )
             await asyncio.sleep(_LOOK_S)
-        return client
 
     async def _generates(self, client: ServerClient) -> bool:
         """Raises:
@@ -180,14 +207,12 @@ class AttachedServer:
         try:
             await client.get("model_info", _ANSWER_S)
         except ServerLacksPathError as error:
-            await client.close()
             raise InputError(
                 f"what answers at {self.url} is no SGLang server: it has no /model_info; a router in front of servers has none",
                 mend="name the servers in rollout.sglang.urls, for each must be reached for its weights, and a router"
                 " in front of them in rollout.sglang.routers",
             ) from error
         except ServerWantsKeyError as error:
-            await client.close()
             raise InputError(
                 f"the server at {self.url} wants {'another' if self.key else 'a'} key",
                 mend="name a file with the key that it was started with (--api-key) in rollout.sglang.key_file",

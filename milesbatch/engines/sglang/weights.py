@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.checksums import Proof, checksums_of, compare
-from milesbatch.engines.sglang.client import ServerClient
+from milesbatch.engines.sglang.client import ServerClient, ServerRefusedError
 from milesbatch.errors import EngineError
 from milesbatch.store.durable import make_directory, remove_tree
 
@@ -74,7 +74,13 @@ class FromDisk:
                 "weight_version": name,
                 "flush_cache": not keep_cache,
             }
-            await client.post("update_weights_from_disk", body, limit_s)
+            try:
+                await client.post("update_weights_from_disk", body, limit_s)
+            except ServerRefusedError as error:
+                raise ServerRefusedError(
+                    f"{error.what} (it must be able to read {directory}, in rollout.sglang.memory_dir; where it cannot, weights"
+                    " come to it by weights.transport: broadcast)"
+                ) from error
         finally:
             await asyncio.to_thread(context.__exit__, None, None, None)
 

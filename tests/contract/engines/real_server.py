@@ -15,6 +15,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeCo
 
 from milesbatch.engines.protocol import Completion, GenerationRequest, SamplingParams
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
+from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.router import Router
@@ -138,7 +139,7 @@ def make_engine(
         request_timeout_s=request_timeout_s,
         update_timeout_s=update_timeout_s,
         listener=FleetListener(([] if told is None else told).append),
-        needs_experts=routed is not None,
+        needed=Needed({}, "float32", MAX_LENGTH, routed_experts=True) if routed is not None else None,
     )
     way = way or FromDisk(written_to(memory))
     limits = EngineLimits(MAX_LENGTH, VOCAB, routed)

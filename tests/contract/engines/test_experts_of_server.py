@@ -28,7 +28,7 @@ from milesbatch.engines.protocol import Completion, GenerationRequest
 from milesbatch.engines.sglang.engine import SGLangEngine
 from milesbatch.engines.sglang.groups import ByGroup
 from milesbatch.engines.sglang.weights import PauseMode
-from milesbatch.errors import EngineError
+from milesbatch.errors import EngineError, InputError
 from milesbatch.models.experts import FileNames
 
 EXACT = 1e-5
@@ -166,6 +166,6 @@ def test_weights_that_the_server_does_not_know_by_name_are_no_silent_loss(moe: M
 
 def test_a_server_that_does_not_tell_experts_is_not_used(real: RealServer, tmp_path: Path) -> None:
     engine = real.attach(tmp_path, routed=ROUTED)
-    with pytest.raises(EngineError, match=r"does not tell which experts(.|\n)*--enable-return-routed-experts"):
+    with pytest.raises(InputError, match=r"does not tell which experts(.|\n)*--enable-return-routed-experts"):
         engine.await_server()
     engine.close()

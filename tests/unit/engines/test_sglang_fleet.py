@@ -17,6 +17,8 @@ from milesbatch.engines.sglang import fleet as fleet_module
 from milesbatch.engines.sglang.client import ServerClient
 from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
 from milesbatch.engines.sglang.listener import FleetListener
+from milesbatch.engines.sglang.server import Server, State
+from milesbatch.engines.sglang.serving import Coming
 from milesbatch.engines.sglang.weights import Prover
 from milesbatch.errors import EngineError
 
@@ -50,6 +52,7 @@ class Place:
     """One server in this process; each ``open`` starts it anew (satisfies ``ServerPlace``)."""
 
     name: str
+    coming = Coming("is starting", "has been starting", "it is starting again")
     version: str = ""
     hangs: bool = False
     """While it loads; a new start does not."""
@@ -313,5 +316,24 @@ def test_of_servers_that_are_suspected_those_with_other_weights_prove_them_again
         assert [place.starts for place in places] == [2, 1]
         assert sum("which it did not get from here" in text for text in told) == 1
         await fleet.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "condition"),
+    [
+        ("starting", "", "one is starting"),
+        ("starting", "one ended", "one ended; it is starting again"),
+        ("ready", "", ""),
+        ("ready", "one did not take policy version 3", "one did not take policy version 3; it is tried again"),
+        ("lost", "one ended", "one ended"),
+        ("given up", "one ended", "one ended; it is given up for now"),
+        ("serving", "", ""),
+    ],
+)
+def test_one_works_when_it_has_proven_weights_since_its_last_failure(state: State, why: str, condition: str) -> None:
+    async def scenario() -> None:
+        assert Server(Place("one"), state, why=why).condition() == condition
 
     asyncio.run(scenario())
