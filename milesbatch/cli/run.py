@@ -44,12 +44,15 @@ def run(
     """
     from milesbatch.cluster.local import LocalLauncher
     from milesbatch.controller.opening import control, open_or_make
+    from milesbatch.engines.sglang.key import check_key
     from milesbatch.report.status import cause_of_restart, is_finished
     from milesbatch.store.takeover import Claimant
 
     wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
     place = place_of(run_dir, runs_directory(), wanted.name)
     layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say))
+    if not is_finished(layout, wanted.steps):
+        check_key(wanted, may_be_elsewhere=False)
     recipe_changes = open_or_make(layout, wanted, _say)
     if is_finished(layout, wanted.steps):
         _say(f"{layout.root} is finished: {wanted.steps} steps are trained")

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from milesbatch.decisions.origin import origin_of
+from milesbatch.engines.sglang.key import key_in
 from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.errors import InputError, UsageError
 from milesbatch.evaluation.asking import Asking, due_versions, open_asking, section_of
@@ -36,6 +37,7 @@ from milesbatch.trajectories.schema import FileMetadata
 
 _WORKER = "evaluation-0"
 _POLL_S = 2.0
+_KEY_MEND = "name a file that holds the key that the servers of --url were started with, and that this user can read"
 _OPTIONS = {
     "every_steps": ("--every", "give a number of steps, 1 or more"),
     "samples_per_prompt": ("--samples", "give a number of samples, 1 or more"),
@@ -163,21 +165,13 @@ def _with_key(run: OpenRun, key_file: Path | None) -> OpenRun:
     """``run`` as if its recipe named ``key_file``, which is read once, to see that it can be.
 
     Raises:
-        UsageError: it cannot, or holds no key.
+        InputError: it cannot, or holds no key.
     """
     if key_file is None:
         return run
-    from milesbatch.rollout.servers import key_of
-
+    key_in(key_file, "--key-file", _KEY_MEND)
     rollout = run.recipe.rollout
     section = rollout.sglang.model_copy(update={"key_file": str(key_file)})
-    try:
-        key_of(section)
-    except InputError as error:
-        raise UsageError(
-            error.what.replace("rollout.sglang.key_file", "--key-file", 1),
-            mend="name a file that holds the key that the servers of --url were started with, and that this user can read",
-        ) from error
     rollout = rollout.model_copy(update={"sglang": section})
     return replace(run, recipe=run.recipe.model_copy(update={"rollout": rollout}))
 

@@ -28,6 +28,7 @@ from milesbatch.controller.opening import control, open_or_make
 from milesbatch.controller.stopping import Ending, StopCause, StopRequest
 from milesbatch.decisions.going_on import BY_HAND, Exclusions, Next, starts_without_progress, what_next
 from milesbatch.decisions.job_states import JobState
+from milesbatch.engines.sglang.key import check_key
 from milesbatch.errors import EXIT_TEMPFAIL, InputError, MilesbatchError, RunFailedError, RunHeldError, SlurmError
 from milesbatch.jobs.deadline import job_deadline
 from milesbatch.jobs.guard import run_guarded
@@ -75,6 +76,7 @@ def run_batch(batch: Batch) -> int:
         _say("the run is finished; there is nothing to do")
         return 0
     _refuse_hopeless(batch)
+    check_key(recipe, may_be_elsewhere=True)
     changes = open_or_make(batch.layout, recipe, _say, launcher.python_step())
     claimant = Claimant(batch.job.job_id, batch.job.restart_count, _cause(batch))
     ending = _with_handover(

@@ -15,6 +15,7 @@ from milesbatch.cluster.script import JobBody, Script, rollout_script, run_scrip
 from milesbatch.cluster.submission import submit_script
 from milesbatch.controller.opening import check_beginning, check_same_recipe
 from milesbatch.decisions.job_states import JobState
+from milesbatch.engines.sglang.key import check_key
 from milesbatch.errors import RunMismatchError
 from milesbatch.jobs.marks import mark
 from milesbatch.jobs.order import Order, write_order
@@ -65,9 +66,11 @@ def check_order(order: Order) -> None:
 
     Raises:
         RunMismatchError: the directory is a run of another recipe, a fork that this recipe cannot go on with, or no directory.
+        InputError: the file with the servers' key is here, and holds none.
     """
     if order.layout.root.exists() and not order.layout.root.is_dir():
         raise RunMismatchError(f"{order.layout.root} is a file", mend="give a directory with --run-dir")
+    check_key(order.recipe, may_be_elsewhere=True)
     record = read_run_record(order.layout)
     if record is not None:
         check_same_recipe(order.layout, record, order.recipe)

@@ -23,15 +23,14 @@ import torch
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
-from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.groups import ByGroup
+from milesbatch.engines.sglang.key import key_of
 from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.router import Router
 from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
-from milesbatch.errors import InputError
 from milesbatch.models.experts import FileNames, recorded_shape
 from milesbatch.models.load import context_length, load_config
 from milesbatch.recipe.models import SGLang
@@ -128,9 +127,7 @@ class Servers:
                 request_timeout_s=section.request_timeout_s,
                 update_timeout_s=section.update_timeout_s,
                 listener=self._listener,
-                needed=Needed.of_model(
-                    model, self._run.recipe.weights.dtype, context_length(model), routed_experts=section.routed_experts
-                ),
+                needs_experts=section.routed_experts,
             ),
             EngineLimits(
                 context_length(model), int(load_config(model).vocab_size), recorded_shape(self._run.recipe, model)
@@ -181,24 +178,6 @@ class Servers:
             )
             for number in range(owner.servers)
         ]
-
-
-def key_of(section: SGLang) -> str:
-    """What running servers want to be shown; empty: nothing.
-
-    Raises:
-        InputError: the file that holds it cannot be read, or holds no key.
-    """
-    if section.key_file is None:
-        return ""
-    mend = "name a file that holds the key that the servers were started with, and that this user can read on each rollout node"
-    try:
-        key = Path(section.key_file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"rollout.sglang.key_file: {section.key_file} cannot be read: {error}", mend=mend) from error
-    if not key.isprintable() or not key or " " in key:
-        raise InputError(f"rollout.sglang.key_file: {section.key_file} does not hold a key, one word", mend=mend)
-    return key
 
 
 def memory_of(run: OpenRun, owner: Owner) -> LocalMemory:

@@ -13,6 +13,7 @@ from evaluation_rig import Rig
 from typer.testing import CliRunner
 
 from milesbatch.cli.main import app
+from milesbatch.engines.sglang.key import key_of
 from milesbatch.errors import InputError, StoppedToContinue, UsageError
 from milesbatch.evaluation import by_hand, following
 from milesbatch.evaluation.asking import due_versions, section_of
@@ -22,7 +23,6 @@ from milesbatch.evaluation.generating import Evaluating, Means, open_means
 from milesbatch.recipe.models import Evaluation, FileData
 from milesbatch.records import Hold, Retirement
 from milesbatch.rollout.episodes import Recorder
-from milesbatch.rollout.servers import key_of
 from milesbatch.store.layout import RunLayout
 from milesbatch.store.run import OpenRun, open_run
 from milesbatch.weights.reader import read_manifest
@@ -220,7 +220,7 @@ def test_by_hand_the_key_that_is_given_wins_over_the_recipes(
     assert keys == ["s3cret", ""]
     (tmp_path / "key").write_text("")
     for name in ("key", "none"):
-        with pytest.raises(UsageError, match=rf"^--key-file: .*{name} .*(.|\n)*the servers of --url"):
+        with pytest.raises(InputError, match=rf"^--key-file: .*{name} .*(.|\n)*the servers of --url"):
             by_hand_on(Wish(versions=(1,), urls=("http://node7:30000",), key_file=tmp_path / name))
 
 
@@ -234,7 +234,7 @@ def test_by_hand_the_key_that_is_given_wins_over_the_recipes(
 )
 def test_the_command_says_what_is_wrong_with_its_options(rig: Rig, words: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["evaluate", str(rig.layout.root), *words])
-    assert isinstance(result.exception, UsageError), result.output
+    assert isinstance(result.exception, InputError), result.output
     assert re.search(said, str(result.exception))
 
 
