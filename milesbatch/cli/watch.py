@@ -17,6 +17,7 @@ from rich.text import Text
 from milesbatch.cli.runs import find_submitted
 from milesbatch.cli.screen import job_in_words, screen
 from milesbatch.report.condition import Condition
+from milesbatch.report.page.words import many
 from milesbatch.report.status import StatusReader
 
 
@@ -70,7 +71,8 @@ def line_of(body: dict[str, Any]) -> str:
     parts.append(f"step {body['step']} of {body['steps']}, checkpoint {body['last_checkpoint_step']}")
     if body["reward_mean"] is not None:
         parts.append(f"reward {body['reward_mean']:.3f}")
-    parts.append(f"incarnation {body['incarnation']}, {len(body['workers'])} workers")
+    parts.append(f"incarnation {body['incarnation']}, {many(len(body['workers']), 'worker')}")
+    parts += [f"{one['name']}: {one['servers'].splitlines()[0]}" for one in body["workers"] if one.get("servers")]
     if body["slurm"] not in (None, "answers"):
         parts.append("Slurm does not answer")
     # Without the time that is left, which changes at each look.

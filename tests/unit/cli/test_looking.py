@@ -224,6 +224,15 @@ def test_watch_tells_only_what_changed(tmp_path: Path) -> None:
     assert "Slurm does not answer" in line_of(body) and "it failed;" in line_of(body)
 
 
+def test_watch_names_servers_that_do_not_work(tmp_path: Path) -> None:
+    body = run_status(ended_run(tmp_path / "run", stopped={"step": 0}))
+    quiet = {"name": "rollout-0", "servers": ""}
+    ill = {"name": "rollout-1", "servers": "rollout-1.server-0 ended (killed by signal 9)\nand more"}
+    assert line_of({**body, "workers": [quiet]}).endswith("incarnation 1, 1 worker")
+    line = line_of({**body, "workers": [quiet, ill, {"name": "of an older controller"}]})
+    assert line.endswith("incarnation 1, 3 workers; rollout-1: rollout-1.server-0 ended (killed by signal 9)")
+
+
 def test_status_is_a_line_for_each_thing_when_nobody_looks(tmp_path: Path) -> None:
     error = "a long error " * 20
     ended = run("status", str(ended_run(tmp_path / "run", failed={"error": error, "exit_code": 1}).root))
