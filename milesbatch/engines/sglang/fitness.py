@@ -33,7 +33,7 @@ class Needed:
 
     @classmethod
     def of_model(cls, model: Path, dtype: str, max_length: int, *, routed_experts: bool = False) -> Needed:
-        return cls(_config_of(model), dtype, max_length, routed_experts)
+        return cls(_config_of(model.absolute()), dtype, max_length, routed_experts)
 
     def check(self, name: str, server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         """``server`` and ``model`` are what it answers to ``/server_info`` and ``/model_info``.
@@ -41,7 +41,7 @@ class Needed:
         Raises:
             InputError: it is another one; says in what, and which flag makes it the right one.
         """
-        self._check_model(name, model)
+        self._check_model(name, server, model)
         self._check_dtype(name, server)
         length = server.get("context_length")
         if isinstance(length, int) and length < self.max_length:
@@ -55,13 +55,14 @@ class Needed:
                 mend="start it with --enable-return-routed-experts, or set rollout.sglang.routed_experts: false",
             )
 
-    def _check_model(self, name: str, model: Mapping[str, Any]) -> None:
+    def _check_model(self, name: str, server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         mend = "start it with this run's model: --model-path=RUN/model"
         found, wanted = model.get("architectures"), self.config.get("architectures")
         if isinstance(found, list) and isinstance(wanted, list) and found != wanted:
             raise InputError(f"{name} serves a {_listed(found)}, and this run trains a {_listed(wanted)}", mend=mend)
-        path = model.get("model_path")
-        other = _config_of(Path(path)) if isinstance(path, str) and path.startswith("/") else {}
+        # What it was started with, or, as it says after weights came, where these lay, which may be gone.
+        paths = [path for path in (server.get("model_path"), model.get("model_path")) if isinstance(path, str)]
+        path, other = next(((path, config) for path in paths if (config := _config_of(Path(path)))), ("", {}))
         differ = [key for key in _SHAPE if key in other and key in self.config and other[key] != self.config[key]]
         if differ:
             what = ", ".join(f"{key} {other[key]} instead of {self.config[key]}" for key in differ)
@@ -83,7 +84,9 @@ class Needed:
 
 
 def _config_of(directory: Path) -> Mapping[str, Any]:
-    """Empty where it cannot be seen: the server may be on another host."""
+    """Empty where it cannot be seen: the server may be on another host, or have its model by a name."""
+    if not directory.is_absolute():
+        return {}
     try:
         found = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -131,6 +131,7 @@ def make_engine(
     routed: tuple[int, int] | None = None,
     in_files: Any = None,
     router: Router | None = None,
+    needed: Needed | None = None,
 ) -> SGLangEngine:
     options = FleetOptions(
         pause=pause,
@@ -139,7 +140,7 @@ def make_engine(
         request_timeout_s=request_timeout_s,
         update_timeout_s=update_timeout_s,
         listener=FleetListener(([] if told is None else told).append),
-        needed=Needed({}, "float32", MAX_LENGTH, routed_experts=True) if routed is not None else None,
+        needed=needed if routed is None else Needed({}, "float32", MAX_LENGTH, routed_experts=True),
     )
     way = way or FromDisk(written_to(memory))
     limits = EngineLimits(MAX_LENGTH, VOCAB, routed)

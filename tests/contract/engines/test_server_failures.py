@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 from faulty_proxy import FaultyProxy
-from real_server import MAX_LENGTH, RealServer, Weights, make_engine, reference_logprobs, request, results
+from real_server import MAX_LENGTH, VOCAB, RealServer, Weights, make_engine, reference_logprobs, request, results
 
+from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.serving import AttachedServer
 from milesbatch.errors import EngineError, InputError, RunFailedError
 from milesbatch.ids import VersionSpan
@@ -123,11 +125,37 @@ def test_a_router_is_no_server_and_is_named_at_once(tmp_path: Path) -> None:
     router = ThreadingHTTPServer(("127.0.0.1", 0), Router)
     threading.Thread(target=router.serve_forever, daemon=True).start()
     engine = make_engine([AttachedServer(f"http://127.0.0.1:{router.server_port}")], tmp_path)
-    with pytest.raises(InputError, match=r"is no SGLang server(.|\n)*name the servers themselves"):
+    with pytest.raises(InputError, match=r"is no SGLang server(.|\n)*name the servers in rollout.sglang.urls"):
         engine.await_server()
     engine.close()
     router.shutdown()
     router.server_close()
+
+
+def test_a_server_that_this_run_cannot_use_is_named_and_stays_as_it_is(
+    real: RealServer, models: list[Any], tmp_path: Path
+) -> None:
+    """Weights of another shape would end it."""
+    model = real.place.settings.model
+    config = json.loads((model / "config.json").read_text())
+    for needed, why in (
+        (
+            Needed(config | {"vocab_size": VOCAB + 7}, "float32", MAX_LENGTH),
+            f"vocab_size {VOCAB} instead of {VOCAB + 7}",
+        ),
+        (Needed(config, "bfloat16", MAX_LENGTH), "--dtype=bfloat16"),
+        (Needed(config, "float32", MAX_LENGTH + 17), f"--context-length={MAX_LENGTH + 33}"),
+    ):
+        engine = real.attach(tmp_path, needed=needed)
+        with pytest.raises(InputError, match=why):
+            engine.await_server()
+        engine.close()
+    engine = real.attach(tmp_path, needed=Needed.of_model(model, "float32", MAX_LENGTH))
+    engine.activate(Weights(3, models[1]))
+    asked = request(5)
+    (done,) = results(engine.submit([asked]))
+    assert done.logprobs == pytest.approx(reference_logprobs(models[1], asked, done), abs=1e-5)
+    engine.close()
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
@@ -162,18 +190,6 @@ def test_a_server_that_goes_away_and_comes_back(
         assert done.logprobs == pytest.approx(reference_logprobs(models[0], wanted, done), abs=EXACT)
     engine.close()
     again.close()
-
-
-def test_a_server_with_another_key_is_not_used(real: RealServer, models: list[Any], tmp_path: Path) -> None:
-    place = real.place
-    key, place.key = place.key, "another"
-    try:
-        engine = real.attach(tmp_path, start_timeout_s=60.0)
-    finally:
-        place.key = key
-    with pytest.raises(EngineError, match="answered 401"):
-        engine.await_server()
-    engine.close()
 
 
 def test_two_engines_on_one_server_never_take_each_others_tokens(
