@@ -127,6 +127,10 @@ class StorageFullError(StorageError):
     may_restart = False
 
 
+class LocalSpaceError(StorageError):
+    """No space on one host, in a place that only one process uses: started again, there or elsewhere, it may find some."""
+
+
 class StorageReadOnlyError(StorageError):
     """The filesystem or the directory does not accept writes."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.errors import CorruptArtefactError, RunFailedError, StoppedToContinue
 from milesbatch.recipe.models import Recipe
+from milesbatch.rollout.memory import Room
 from milesbatch.rollout.receiving import Receiver
 from milesbatch.rollout.staged import StagedFollower
 from milesbatch.store.events import EventLog
@@ -44,18 +45,20 @@ def open_follower(run: OpenRun, incarnation: int, tell: Callable[[str], None], *
 
 
 def open_staged_follower(
-    run: OpenRun, incarnation: int, tell: Callable[[str], None], directory: Path
+    run: OpenRun, incarnation: int, tell: Callable[[str], None], directory: Path, room: Room
 ) -> StagedFollower:
     """As :func:`open_follower`, with the copy in ``directory`` on this host instead of in memory.
 
     Raises:
         CorruptArtefactError: as there.
+        LocalSpaceError: there was no space for it for too long.
         StorageError: the directory cannot be used.
     """
     sight = sight_of(run.layout.root, run.recipe.slurm.visible_wait_s, tell)
     incarnations = sight.until_seen(lambda: read_incarnations(run.layout, at_least=incarnation))
     accept = Seals(incarnations).accept_weights
-    return StagedFollower(Staging(directory, run.layout, accept=accept), run.layout, accept, sight)
+    staging = room.until_there(lambda: Staging(directory, run.layout, accept=accept))
+    return StagedFollower(staging, run.layout, accept, sight, room)
 
 
 def reach_of(

@@ -23,6 +23,7 @@ import torch
 
 from milesbatch.cluster.context import RoleContext
 from milesbatch.engines.sglang.engine import EngineLimits, SGLangEngine
+from milesbatch.engines.sglang.fitness import Needed
 from milesbatch.engines.sglang.fleet import FleetOptions
 from milesbatch.engines.sglang.groups import ByGroup
 from milesbatch.engines.sglang.key import key_of
@@ -32,12 +33,13 @@ from milesbatch.engines.sglang.serving import AttachedServer, ServerPlace, Start
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.engines.sglang.weights import FromDisk, Prover, Way
 from milesbatch.models.experts import FileNames, recorded_shape
-from milesbatch.models.load import context_length, load_config
+from milesbatch.models.load import context_length, load_config, load_skeleton
 from milesbatch.recipe.models import SGLang
 from milesbatch.recipe.sglang import python_of_servers
-from milesbatch.rollout.memory import LocalMemory
+from milesbatch.rollout.memory import LocalMemory, Room
 from milesbatch.rollout.reaching import open_follower, open_staged_follower
 from milesbatch.rollout.staged import StagedFollower
+from milesbatch.store.patience import Patience
 from milesbatch.store.run import OpenRun
 from milesbatch.weights.follower import Follower
 
@@ -88,19 +90,26 @@ class Servers:
 
     def __init__(self, run: OpenRun, owner: Owner, listener: FleetListener) -> None:
         """Raises:
-        StorageError: the directory for weights cannot be used.
+        InputError: the directory for weights is none, or has no room for the model.
+        StorageError: it cannot be used.
         """
         self._run, self._owner, self._listener = run, owner, listener
         section, weights = run.recipe.rollout.sglang, run.recipe.weights
         self._names = FileNames.of_model(run.layout.model)
-        self._memory = memory_of(run, owner)
         self._engine: SGLangEngine | None = None
         self._way: Way
         self.follower: Follower | StagedFollower
-        if weights.transport == "delta" and not self._names.differ:
-            self.follower = open_staged_follower(
-                run, owner.incarnation, listener.tell, self._memory.directory / "staged"
-            )
+        is_staged = weights.transport == "delta" and not self._names.differ
+        room = Room(Patience(run.recipe.slurm.disk_full_wait_s, listener.room or listener.tell))
+        needed = copy_bytes(run.layout.model, weights.dtype) if is_staged else 0
+        self._memory = memory_of(run, owner, room, needed)
+        if is_staged:
+            staged = self._memory.directory / "staged"
+            try:
+                self.follower = open_staged_follower(run, owner.incarnation, listener.tell, staged, room)
+            except BaseException:
+                self._memory.close()
+                raise
             self._way = FromDisk(self.follower.held)
         else:
             self.follower = open_follower(run, owner.incarnation, listener.tell)
@@ -127,7 +136,9 @@ class Servers:
                 request_timeout_s=section.request_timeout_s,
                 update_timeout_s=section.update_timeout_s,
                 listener=self._listener,
-                needs_experts=section.routed_experts,
+                needed=Needed.of_model(
+                    model, self._run.recipe.weights.dtype, context_length(model), routed_experts=section.routed_experts
+                ),
             ),
             EngineLimits(
                 context_length(model), int(load_config(model).vocab_size), recorded_shape(self._run.recipe, model)
@@ -180,14 +191,36 @@ class Servers:
         ]
 
 
-def memory_of(run: OpenRun, owner: Owner) -> LocalMemory:
-    """This start's own directory for weights; made, and nobody else's. Those that earlier starts left are gone.
+def memory_of(run: OpenRun, owner: Owner, room: Room, needed: int) -> LocalMemory:
+    """This start's own directory for weights; made, nobody else's, and with room for ``needed`` bytes. Those that dead
+    processes of the run left are gone.
 
     Raises:
+        InputError: ``rollout.sglang.memory_dir`` is no directory, or its filesystem is too small.
+        LocalSpaceError: others have taken the space, and did not give it back in time.
         StorageError: it cannot be made.
     """
     section = run.recipe.rollout.sglang
     base = Path(section.memory_dir) if section.memory_dir else Path("/dev/shm")
     if not section.memory_dir and not base.is_dir():
         base = Path(tempfile.gettempdir())
-    return LocalMemory.take(base / f"milesbatch-{os.getuid()}", f"{run.record.run_id}.{owner.name}", owner.life)
+    base /= f"milesbatch-{os.getuid()}"
+    memory = room.until_there(lambda: LocalMemory.take(base, run.record.run_id, owner.name, owner.life))
+    try:
+        room.until_there(lambda: memory.require_room(needed))
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def copy_bytes(model: Path, dtype: str) -> int:
+    """Bytes of a version of the model in ``model``, which may be without weights, in the dtype of versions.
+
+    Raises:
+        ModelError: the configuration cannot be read.
+    """
+    with torch.device("meta"):
+        skeleton = load_skeleton(model, getattr(torch, dtype))
+    tensors = {id(tensor): tensor for tensor in skeleton.state_dict(keep_vars=True).values()}  # tied ones once
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

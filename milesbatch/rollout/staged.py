@@ -17,14 +17,20 @@ from typing import TYPE_CHECKING
 
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.weights import SupersededError
+from milesbatch.errors import StorageFullError
 from milesbatch.records import WeightsManifest
+from milesbatch.rollout.memory import Room
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import AT_ONCE
 from milesbatch.store.sight import Sight
 from milesbatch.weights.reader import AcceptManifest, read_manifest
 from milesbatch.weights.staging import Staging
 
 if TYPE_CHECKING:
     import torch
+
+
+_NO_WAITING = Room(AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,11 @@ class StagedWeights:
 class StagedFollower:
     """Moves the local model directory from version to version; stands where a ``Follower`` does."""
 
-    def __init__(self, staging: Staging, layout: RunLayout, accept: AcceptManifest, sight: Sight) -> None:
+    def __init__(
+        self, staging: Staging, layout: RunLayout, accept: AcceptManifest, sight: Sight, room: Room = _NO_WAITING
+    ) -> None:
         self._staging, self._layout, self._accept, self._sight = staging, layout, accept, sight
+        self._room = room
         self._change = threading.Condition()
         self._readers = 0
 
@@ -75,14 +84,28 @@ class StagedFollower:
         return manifest.weights_digest if manifest is not None and self._accept(manifest) else None
 
     def advance_to(self, version: int) -> StagedWeights:
-        """Make the directory ``version``; waits for whoever reads it.
+        """Make the directory ``version``; waits for whoever reads it, and for space.
 
         Raises:
             CorruptArtefactError: no undamaged way to it.
+            LocalSpaceError: there was no space for it for too long.
             StorageError: not published, or something cannot be read or written.
         """
+        return StagedWeights(self._room.until_there(lambda: self._advance(version)), self)
+
+    def _advance(self, version: int) -> WeightsManifest:
+        """Nobody is kept from the directory while there is no space. Where a patch, or a copy beside the old one, finds none,
+        the old one makes way when that is enough: so room for one copy is always enough."""
         with self._alone():
-            return StagedWeights(self._sight.until_seen(lambda: self._staging.advance_to(version)), self)
+            try:
+                return self._sight.until_seen(lambda: self._staging.advance_to(version))
+            except StorageFullError as error:
+                full = StorageFullError(
+                    error.what, mend=error.mend
+                )  # the frames of ``error`` hold the old copy's memory
+            if not self._staging.make_way(version):
+                raise full
+            return self._sight.until_seen(lambda: self._staging.advance_to(version))
 
     @contextmanager
     def held(self, weights: PolicyWeights) -> Iterator[Path]:

@@ -160,6 +160,10 @@ class Pulse:
         self._trouble = ""
         self._moves += amount
 
+    def lives(self) -> None:
+        """A sign of life of something else than what may be waiting for space, which goes on waiting."""
+        self._moves += 1
+
     def waits_for_space(self, text: str) -> None:
         """A disk is full, as ``text`` says: told to the controller until the next progress, and not to be taken for a hang."""
         self.moved()

@@ -24,3 +24,6 @@ class FleetListener:
     sign: Callable[[], None] = lambda: None
     """Signs of life: a start that gets on, a token that was generated when asked for. A long answer comes as a whole, and
     until then nothing else shows that it is being made."""
+    room: Callable[[str], None] | None = None
+    """Not of the fleet but of the weights for it: there is no space for them on this host, which is waited for. None: as
+    ``tell``."""

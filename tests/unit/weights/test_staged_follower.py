@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from milesbatch.engines.sglang.weights import SupersededError
-from milesbatch.errors import StorageError
+from milesbatch.errors import LocalSpaceError, StorageError, StorageFullError
+from milesbatch.rollout.memory import Room
 from milesbatch.rollout.staged import StagedFollower
 from milesbatch.store.layout import RunLayout
+from milesbatch.store.patience import Patience
 from milesbatch.store.sight import AT_ONCE
+from milesbatch.weights import staging
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.reader import accept_all
 from milesbatch.weights.staging import Staging
@@ -100,3 +103,67 @@ def test_a_version_that_is_not_there_any_more_is_not_given_out(follower: StagedF
         pass
     with pytest.raises(SupersededError):
         older.tensors()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """While it is not empty, nothing can be written to the directory."""
+    full = ["full"]
+    real = staging.replace_hint
+
+    def replace_hint(path: Path, data: bytes) -> None:
+        if full:
+            raise StorageFullError(f"no space or quota left for {path}")
+        real(path, data)
+
+    monkeypatch.setattr(staging, "replace_hint", replace_hint)
+    monkeypatch.setattr(Staging, "make_way", lambda self, version: False)
+    return full
+
+
+def test_it_waits_for_space_and_meanwhile_the_version_before_is_given_out(
+    layout: RunLayout, chain: Publisher, tmp_path: Path, version_tensors: Make, full: list[str]
+) -> None:
+    (layout.model / "config.json").write_text("{}")
+    told: list[str] = []
+    read: list[bool] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        looking = threading.Thread(target=look)  # as a server that was started again meanwhile
+        looking.start()
+        looking.join(10)
+        full.clear()
+
+    def look() -> None:
+        with follower.held(older) as directory:
+            held = load_file(directory / "model.safetensors")
+            read.append(all(torch.equal(held[name], tensor) for name, tensor in version_tensors(1).items()))
+
+    room = Room(Patience(60, tell))
+    follower = StagedFollower(Staging(tmp_path / "stage", layout), layout, accept_all, AT_ONCE, room)
+    full.clear()
+    older = follower.advance_to(1)
+    full.append("full")
+    newer = follower.advance_to(2)
+    assert read == [True]
+    assert [text.partition(";")[0] for text in told] == [
+        f"rollout.sglang.memory_dir: no space or quota left for {tmp_path}/stage/state.json"
+    ]
+    found = newer.tensors()
+    assert all(torch.equal(found[name], tensor) for name, tensor in version_tensors(2).items())
+    follower.close()
+
+
+def test_space_that_does_not_come_fails_this_process_and_not_the_run(
+    layout: RunLayout, chain: Publisher, tmp_path: Path, full: list[str]
+) -> None:
+    (layout.model / "config.json").write_text("{}")
+    room = Room(Patience(0.2, lambda text: None))
+    follower = StagedFollower(Staging(tmp_path / "stage", layout), layout, accept_all, AT_ONCE, room)
+    with pytest.raises(
+        LocalSpaceError, match=r"rollout.sglang.memory_dir: no space .*after waiting .* 0.2 s"
+    ) as caught:
+        follower.advance_to(1)
+    assert caught.value.may_restart
+    follower.close()
