@@ -19,6 +19,8 @@ _LABEL_WIDTH = 15
 _BAR = 20
 _SPARKS = 36
 _CURVE = "reward curve"
+_WHAT_TO_DO = "  what to do: "
+_IT_SAID = "  it said: "
 _LITTLE_DISK_BYTES = 10 << 30
 Row = tuple[str, str]
 
@@ -171,17 +173,31 @@ def _progress(body: dict[str, Any]) -> str:
 def _cause(body: dict[str, Any]) -> list[Row]:
     if not body["cause"]:
         return []
-    failure = body["failure"] or {}
-    found = [("cause", line) for line in str(body["cause"]).splitlines()[:4]]
+    cause, failure = str(body["cause"]), body["failure"] or {}
+    said = [line for line in failure.get("lines", ()) if line.removeprefix("error: ") not in cause]
+    found = [_labelled(line) for line in cause.splitlines() if not line.startswith(_WHAT_TO_DO)][:4]
     if failure:
-        status = "" if failure["exit_code"] is None else f", exit status {failure['exit_code']}"
         where = f" on {failure['host']}" if failure["host"] else ""
         log = f"; see {failure['log']}" if failure["log"] else ""
-        reason = "" if failure["reason"] in str(body["cause"]) else f": {failure['reason']}"
-        found.append(("  who", f"{failure['name']}{where}{status}{reason}{log}"))
-        found += [("  it said", line) for line in failure["lines"] if line not in str(body["cause"])]
-        found += [("  to try", failure["try"])] if failure.get("try") else []
-    return found
+        how = _how_it_ended(failure, cause)
+        found.append(("  who", f"{failure['name']}{where}" + (f", {how}" if how else "") + log))
+        found += [("  it said", line) for line in said if not line.startswith(_WHAT_TO_DO)]
+    mends = [line for line in (*cause.splitlines(), *said) if line.startswith(_WHAT_TO_DO)] or [failure.get("try", "")]
+    return found + [("  to try", mend.removeprefix(_WHAT_TO_DO)) for mend in mends if mend]
+
+
+def _labelled(line: str) -> Row:
+    """A line of a cause; one that repeats what somebody said, as such."""
+    return ("  it said", line.removeprefix(_IT_SAID)) if line.startswith(_IT_SAID) else ("cause", line)
+
+
+def _how_it_ended(failure: dict[str, Any], cause: str) -> str:
+    """Reason and exit status, where the cause does not name them, and neither repeats the other."""
+    code, reason = failure["exit_code"], failure["reason"]
+    status = "" if code is None or code < 0 else f"exit status {code}"  # of a signal the reason tells
+    if reason in cause:
+        return status
+    return reason if reason.startswith(status) else f"{status}: {reason}"
 
 
 def _lists(body: dict[str, Any]) -> list[tuple[bool, list[Row]]]:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from milesbatch.cluster.context import RoleContext
-from milesbatch.cluster.last_words import last_error
+from milesbatch.cluster.last_words import last_error, own_error
 from milesbatch.cluster.local import log_tail
 from milesbatch.cluster.memory import MemoryKills, slurm_says_out_of_memory
 from milesbatch.cluster.port import Launcher, RunningProcess
@@ -36,6 +37,8 @@ _SETTLE_S = 1.0
 """Slurm tells of a step's end up to a second late."""
 
 
+_WHAT_TO_DO = "\n  what to do: "
+"""Between what a role said and how it is mended."""
 _NOT_NEEDED = ("tracking", "evaluation")
 """Roles that end by themselves, and whose end never stops the run."""
 
@@ -220,8 +223,8 @@ class Supervisor:
         if not self._may_restart_at(child.context, reason):
             return f"{name} died ({reason}); its node is lost"
         self._restart(role, child)
-        why = f": {said.splitlines()[0]}" if role == "tracking" and said else ""  # nothing else will name it
-        return f"{name} died ({reason}); started again{why}"
+        words = said if role == "tracking" else own_error(log) if code > 0 else ""  # killed, it could not say why
+        return f"{name} died ({reason}); started again" + (f": {words.splitlines()[0]}" if words else "")
 
     def _evaluation_died(self, child: Child, code: int, reason: str, said: str) -> str:
         """Never the end of the run; what is missing is made by the next start, or by hand."""
@@ -269,10 +272,11 @@ class Supervisor:
             raise FencedError(f"{name} was fenced")
         if verdict is Verdict.STOP_NO_PROGRESS:
             limit = self._recipe.slurm.max_restarts_without_progress
+            words, _, own_mend = said.partition(_WHAT_TO_DO)
             raise RunFailedError(
                 f"{name} died {limit + 1} times without a new train step; the last time: {reason}"
-                + (f"\n  it said: {said}" if said else ""),
-                mend=f"{what_to_try(reason, said) or 'mend the cause'}; read {log}; then give the same command again",
+                + (f"\n  it said: {words}" if words else ""),
+                mend=_mend(own_mend or what_to_try(reason, said) or "mend the cause", log),
             )
 
     # -- ending -----------------------------------------------------------------------------------------------------
@@ -298,6 +302,13 @@ class Supervisor:
             if not is_proven:
                 self._lose_node(child.context, "its processes could not be ended")
             self._hub.forget(name)
+
+
+def _mend(what: str, log: Path) -> str:
+    """``what`` to do, and then the same command again: that is said once."""
+    if "the same command" in what:
+        return f"{what}; the whole story is in {log}"
+    return f"{what}; read {log}; then give the same command again"
 
 
 def describe_exit(code: int) -> str:

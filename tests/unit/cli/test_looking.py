@@ -240,6 +240,52 @@ def test_status_is_a_line_for_each_thing_when_nobody_looks(tmp_path: Path) -> No
     assert f"cause            {error}" in ended.stdout.splitlines()
 
 
+def test_status_says_each_thing_of_a_bad_end_once(tmp_path: Path) -> None:
+    mend = "make that filesystem writable again"
+    ended = {"name": "rollout-0", "exit_code": 93, "reason": "exit status 93", "host": "vm", "said": "cannot write /x"}
+    for place, error in enumerate(("cannot write /x", f"cannot write /x\n  what to do: {mend}")):
+        events = {"process_ended": ended, "failed": {"error": error, "exit_code": 1}}
+        layout = ended_run(tmp_path / f"run{place}", **events)
+        log = layout.log("rollout-0", 1)
+        log.write_text(f"error: cannot write /x\n  what to do: {mend}\n")
+        found = rows(run_status(layout))
+        told = [row for row in found if row[0] in ("cause", "  who", "  it said", "  to try")]
+        assert told == [
+            ("cause", "cannot write /x"),
+            ("  who", f"rollout-0 on vm, exit status 93; see {log.relative_to(layout.root)}"),
+            ("  to try", mend),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "words"),
+    [
+        (93, "exit status 93", "exit status 93"),
+        (1, "exit status 1, out of memory", "exit status 1, out of memory"),
+        (-9, "killed by SIGKILL", "killed by SIGKILL"),
+        (-9, "no heartbeat for 60 s", "no heartbeat for 60 s"),
+        (-9, "it died", ""),
+        (1, "it died", "exit status 1"),
+        (1, "the node was lost", "exit status 1: the node was lost"),
+        (None, "the node was lost", "the node was lost"),
+    ],
+)
+def test_how_it_ended_is_said_once(tmp_path: Path, code: int | None, reason: str, words: str) -> None:
+    failure = {
+        "name": "rollout-0",
+        "host": "vm",
+        "exit_code": code,
+        "reason": reason,
+        "log": "",
+        "lines": [],
+        "try": "",
+    }
+    body = {**run_status(ended_run(tmp_path / "run")), "cause": "it died 4 times\n  it said: no", "failure": failure}
+    found = rows(body)
+    assert ("  who", "rollout-0 on vm" + (f", {words}" if words else "")) in found
+    assert ("cause", "it died 4 times") in found and ("  it said", "no") in found
+
+
 def test_status_says_how_many_unfinished_episodes_are_saved(tmp_path: Path) -> None:
     layout = ended_run(tmp_path / "run", stopped={"step": 0, "cause": "signal", "text": "SIGTERM"})
     assert run_status(layout)["unfinished_saved"] == 0

@@ -14,7 +14,8 @@ from milesbatch.cluster.context import RoleContext
 from milesbatch.controller import supervise
 from milesbatch.controller.hub import Hub
 from milesbatch.controller.supervise import Supervisor
-from milesbatch.errors import RunFailedError
+from milesbatch.decisions.restarts import RestartPolicy
+from milesbatch.errors import EXIT_NO_RESTART, RunFailedError
 from milesbatch.store.events import EventLog, read_events
 
 
@@ -92,3 +93,63 @@ def test_one_that_shows_its_death_later_is_still_the_cause(
 def test_an_error_that_stays_alone_is_acted_upon(supervisor: Supervisor, launcher: Ranks) -> None:
     launcher.running["trainer-0"].code = 1
     assert "trainer-0 on n0 died" in cause(supervisor)
+
+
+@pytest.mark.parametrize(
+    ("log", "said", "mend"),
+    [
+        (
+            "error: cannot use /x\n  what to do: check the filesystem, then give the same command again\n",
+            "cannot use /x",
+            "check the filesystem, then give the same command again; the whole story is in {log}",
+        ),
+        (
+            "error: a server refused\n  what to do: see rollout.sglang.arguments\n",
+            "a server refused",
+            "see rollout.sglang.arguments; read {log}; then give the same command again",
+        ),
+        ("KeyError: 3\n", "KeyError: 3", "mend the cause; read {log}; then give the same command again"),
+    ],
+)
+def test_what_to_do_is_said_once(
+    supervisor: Supervisor, launcher: Ranks, tmp_path: Path, log: str, said: str, mend: str
+) -> None:
+    path = supervise.RunLayout(tmp_path / "run").log("trainer-0", 1)
+    path.write_text(log)
+    launcher.running["trainer-0"].code = 1
+    assert cause(supervisor) == (
+        "trainer-0 on n0 died 1 times without a new train step; the last time: exit status 1\n"
+        f"  it said: {said}\n  what to do: {mend.format(log=path)}"
+    )
+
+
+def test_what_cannot_be_helped_by_a_restart_is_told_in_the_roles_words(
+    supervisor: Supervisor, launcher: Ranks, tmp_path: Path
+) -> None:
+    text = "error: cannot write /x\n  what to do: make it writable again\n"
+    supervise.RunLayout(tmp_path / "run").log("trainer-0", 1).write_text(text)
+    launcher.running["trainer-0"].code = EXIT_NO_RESTART
+    with pytest.raises(RunFailedError) as caught:
+        supervisor.look()
+    assert str(caught.value) == "cannot write /x\n  what to do: make it writable again"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "words"),
+    [
+        (1, "error: cannot use /x\n  what to do: look\n", "(exit status 1); started again: cannot use /x"),
+        (7, "half way\n", "(exit status 7); started again"),
+        (-9, "error: of long ago\n", "(killed by SIGKILL); started again"),
+    ],
+)
+def test_a_death_that_is_made_good_says_why(
+    supervisor: Supervisor, launcher: Ranks, tmp_path: Path, code: int, log: str, words: str
+) -> None:
+    supervisor._policy = RestartPolicy(3)
+    supervise.RunLayout(tmp_path / "run").log("trainer-0", 1).write_text(log)
+    launcher.running["trainer-0"].code = code
+    launcher.running["trainer-1"].code = 1
+    deadline_s = time.monotonic() + 5.0
+    while not (told := supervisor.look()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert told[0] == f"trainer-0 died {words}"
