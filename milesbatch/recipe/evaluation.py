@@ -34,6 +34,7 @@ class Evaluation(Section):
     samples_per_prompt: int = Field(
         1,
         ge=1,
+        le=10_000,
         description="Samples of each prompt. With `temperature: 0` all of them are equal, so more than 1 is then an error.",
     )
     temperature: float = Field(

@@ -215,7 +215,7 @@ class AttachedServer:
         except ServerWantsKeyError as error:
             raise InputError(
                 f"the server at {self.url} wants {'another' if self.key else 'a'} key",
-                mend="name a file with the key that it was started with (--api-key) in rollout.sglang.key_file",
+                mend="name a file with the key that it was started with (--api-key) in rollout.sglang.key_file (or --key-file)",
             ) from error
         except EngineError:
             pass  # it is not up: what follows says so
