@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from milesbatch.errors import InputError, LocalSpaceError, StorageError, StorageFullError
+from milesbatch.errors import InputError, LocalSpaceError, StorageError, StorageFullError, StorageReadOnlyError
 from milesbatch.store.durable import make_directory, remove_tree, storage_error
 from milesbatch.store.mounts import is_local
 from milesbatch.store.patience import Patience
@@ -46,24 +46,25 @@ class LocalMemory:
         may not be seen from other hosts: there only earlier lives of ``owner`` go.
 
         Raises:
-            InputError: ``base`` is no directory, or belongs to somebody else.
+            InputError: ``base`` is no directory, or this user may not make or use it.
             StorageError: it cannot be made.
         """
         directory = base / f"{run_id}.{owner}{life}"
         _require_directories(base)
         lock = -1
         while lock < 0:  # another start may take one that is not locked yet for one that was left
-            make_directory(directory)
+            _make(directory)
             lock = _locked(directory)
         try:
             base.chmod(0o700)
             _remove_left(base, f"{run_id}." if is_local(base) else f"{run_id}.{owner}.", directory)
-        except PermissionError as error:
+        except BaseException as error:
             os.close(lock)
-            raise InputError(f"{SETTING}: {base} belongs to somebody else: {error}", mend=_CHOOSE) from error
-        except OSError as error:
-            os.close(lock)
-            raise storage_error(base, error) from error
+            if isinstance(error, PermissionError):
+                raise InputError(f"{SETTING}: {base} belongs to somebody else: {error}", mend=_CHOOSE) from error
+            if isinstance(error, OSError):
+                raise storage_error(base, error) from error
+            raise
         return cls(directory, lock)
 
     def require_room(self, needed: int) -> None:
@@ -133,6 +134,15 @@ def _require_directories(base: Path) -> None:
                 raise InputError(f"{SETTING}: {path} is not a directory", mend=_CHOOSE)
         except PermissionError as error:
             raise InputError(f"{SETTING}: {path} cannot be used: {os.strerror(errno.EACCES)}", mend=_CHOOSE) from error
+
+
+def _make(directory: Path) -> None:
+    try:
+        make_directory(directory)
+    except StorageReadOnlyError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise InputError(f"{SETTING}: {error.what}", mend=_CHOOSE) from error
+        raise
 
 
 def _locked(directory: Path) -> int:

@@ -26,6 +26,7 @@ from milesbatch.errors import (
 from milesbatch.rollout import memory as module
 from milesbatch.rollout.memory import LocalMemory, Room
 from milesbatch.rollout.servers import Owner, copy_bytes, memory_of
+from milesbatch.store.operations import Operations, installed
 from milesbatch.store.patience import AT_ONCE, Patience
 
 NOW = Room(AT_ONCE)
@@ -171,6 +172,15 @@ def test_one_that_belongs_to_somebody_else_is_the_users_error(tmp_path: Path, mo
 
     monkeypatch.setattr(Path, "chmod", chmod)
     with pytest.raises(InputError, match=r"rollout.sglang.memory_dir: .* belongs to somebody else"):
+        memory_of(of_run(str(tmp_path)), OWNER, NOW, 0)
+
+
+def test_one_that_must_not_be_written_is_the_users_error(tmp_path: Path) -> None:
+    class Forbidden(Operations):
+        def make_directory(self, path: Path) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with installed(Forbidden()), pytest.raises(InputError, match=r"memory_dir: cannot use .*: Permission denied"):
         memory_of(of_run(str(tmp_path)), OWNER, NOW, 0)
 
 
