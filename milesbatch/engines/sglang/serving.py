@@ -29,7 +29,7 @@ from milesbatch.engines.sglang.launch import (
     server_gone,
 )
 from milesbatch.engines.sglang.settings import ServerSettings
-from milesbatch.errors import EngineError, InputError
+from milesbatch.errors import EngineError, InputError, StorageError
 from milesbatch.store.durable import make_directory
 
 _LOOK_S = 0.5
@@ -112,15 +112,28 @@ class StartedServer:
         raise EngineError(f"{self.name}: {_MOST_PORTS} ports that were free were taken when the server came to them")
 
     def _start(self, port: int) -> ServerProcess:
-        make_directory(self.memory)
-        configuration = self.memory / f"{self.name}.yaml"
-        descriptor = os.open(configuration, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f"api-key: {self.key}\n")
-        command = self.settings.command(port, configuration)
+        command = self.settings.command(port, self._write_configuration())
         self.url = f"http://127.0.0.1:{port}"
         self.process = ServerProcess.start(command, self.log, self.settings.environment(), self.memory, self.threads)
         return self.process
+
+    def _write_configuration(self) -> Path:
+        path = self.memory / f"{self.name}.yaml"
+        try:
+            make_directory(self.memory)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"api-key: {self.key}\n")
+        except (
+            OSError,
+            StorageError,
+        ) as error:  # of this host alone: the worker's own writing there waits, and says so
+            reason = error.what if isinstance(error, StorageError) else error
+            raise EngineError(
+                f"{self.name} cannot be started: {path} cannot be written: {reason}",
+                mend="see whether the filesystem of rollout.sglang.memory_dir is full",
+            ) from error
+        return path
 
     async def _await(
         self,
