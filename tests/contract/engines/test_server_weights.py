@@ -210,7 +210,7 @@ async def _refused(client: ServerClient, weights: PolicyWeights) -> None:
     [
         (_other_weights, "has checksum"),
         (_one_bit, "layers.1.mlp.gate_up_proj.weight has checksum"),
-        (_other_version, ".32' after an update to policy version 31, which is"),
+        (_other_version, ".32.2' after an update to policy version 31, which is"),
         (_refused, "update_weights_from_disk answered 400"),
     ],
     ids=["other weights", "one element", "other version", "refused"],
