@@ -51,7 +51,7 @@ def run(
     wanted = load_recipe(recipe if recipe.exists() else find_recipe(str(recipe)), changes or [])
     place = place_of(run_dir, runs_directory(), wanted.name)
     layout = RunLayout(begin_fork(place, run_dir is not None, fork, fork_step, wanted, _say))
-    if not is_finished(layout, wanted.steps):
+    if wanted.rollout.sglang.key_file and not (layout.run_record.is_file() and is_finished(layout, wanted.steps)):
         check_key(wanted, may_be_elsewhere=False)
     recipe_changes = open_or_make(layout, wanted, _say)
     if is_finished(layout, wanted.steps):
