@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 from command import QUICK, Command, digests, events, fates, kill, milesbatch, wait_until
+from site_router import SiteRouter
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from milesbatch.engines.sglang.launch import free_port
 from milesbatch.engines.sglang.serving import StartedServer
 from milesbatch.engines.sglang.settings import ServerSettings
 from milesbatch.models.tokenizer import make_tokenizer
@@ -326,9 +323,6 @@ def site_with_a_router(place: Path) -> Iterator[tuple[list[str], str]]:
         PYTHON_OF_SGLANG, place / "model", "cpu", "float32", max_length=64, max_running=16, max_total_tokens=4096
     )
     servers = [StartedServer(f"site-{i}", settings, place / f"site-{i}.log", place / "site", key=KEY) for i in (0, 1)]
-    port = free_port()
-    words = [PYTHON_OF_SGLANG, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--api-key", KEY, "--prometheus-port", str(free_port()), "--policy", "round_robin"]
 
     async def start() -> None:
         clients = await asyncio.gather(*(server.open(900, lambda: None) for server in servers))
@@ -338,16 +332,14 @@ def site_with_a_router(place: Path) -> Iterator[tuple[list[str], str]]:
     try:
         asyncio.run(start())
         urls = [server.url for server in servers]
-        with open(place / "router.log", "wb") as log:
-            router = subprocess.Popen([*words, "--worker-urls", *urls], stdout=log, stderr=log, start_new_session=True)
-        yield urls, f"http://127.0.0.1:{port}"
+        router = SiteRouter.start(PYTHON_OF_SGLANG, urls, KEY, place / "router.log")
+        yield urls, router.url
         assert all(server.process is not None and server.process.exit_code() is None for server in servers), (
             "servers of others are never ended"
         )
     finally:
         if router is not None:
-            os.killpg(router.pid, signal.SIGKILL)
-            router.wait()
+            router.kill()
         for server in servers:
             server.leave(is_over=True)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from real_server import PYTHON, Weights, make_engine, make_model, replayed_logprobs, request, results, settings_of
+from site_router import SiteRouter
 
 from milesbatch.engines.sglang.engine import SGLangEngine
-from milesbatch.engines.sglang.launch import free_port
 from milesbatch.engines.sglang.router import Router
 from milesbatch.engines.sglang.serving import AttachedServer, StartedServer
 from milesbatch.errors import EngineError, RunFailedError
@@ -39,28 +36,11 @@ class Site:
         self.owner.activate(Weights(0, model))
         until(lambda: all(server.state == "serving" for server in self.owner._fleet.servers), "both serve")
         self.urls = [place.url for place in self.places]
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        words = [
-            PYTHON,
-            "-m",
-            "sglang_router.launch_router",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--api-key",
-            KEY,
-        ]
-        words += ["--prometheus-port", str(free_port()), "--policy", "round_robin", "--health-check-interval-secs", "2"]
-        self.log = directory / "router.log"
-        with open(self.log, "wb") as log:
-            self.router = subprocess.Popen(
-                [*words, "--worker-urls", *self.urls], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.router = SiteRouter.start(PYTHON, self.urls, KEY, directory / "router.log")
 
     def engine(self, memory: Path, told: list[str] | None = None, **options: Any) -> SGLangEngine:
         places = [AttachedServer(url, KEY) for url in self.urls]
-        engine = make_engine(places, memory, told=told, router=Router(self.url, KEY), **options)
+        engine = make_engine(places, memory, told=told, router=Router(self.router.url, KEY), **options)
         engine.await_server()
         return engine
 
@@ -79,8 +59,7 @@ class Site:
             assert answer.status_code == 200
 
     def close(self) -> None:
-        os.killpg(self.router.pid, signal.SIGKILL)
-        self.router.wait()
+        self.router.kill()
         self.owner.close()
 
 
@@ -179,7 +158,7 @@ def test_a_server_that_dies_behind_it_and_a_router_that_dies(site: Site, models:
     assert process is not None
     process.guard.kill()
     check(asked, results(futures, 300), {10: models[3]}, 100)
-    os.killpg(site.router.pid, signal.SIGKILL)
+    site.router.kill()
     with pytest.raises(RunFailedError, match=r"got no answer \d+ times, the last time: http://127.0.0.1:\d+/generate"):
         results(engine.submit([request(5)]), 300)
     engine.close()
