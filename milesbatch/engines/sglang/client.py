@@ -81,6 +81,8 @@ class ServerClient:
         if self._session is None:  # made where the loop runs
             connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connections, headers=self._headers)
+        if self._session.closed:
+            raise ServerGoneError(f"{self.url} was let go of")
         data = None if body is None else json.dumps(body).encode()
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_S, limit_s))
         try:

@@ -42,6 +42,8 @@ _MOST_FAILURES = 6
 """Answers that one request may lack in a row, without a new token in between."""
 _BACK_OFF_S = 0.25
 _MOST_BACK_OFF_S = 8.0
+_WORD_S = 30.0
+"""Between words about answers that did not come through a router."""
 _ABORT_S = 5.0
 """For the answers of aborted requests, which tell what was drawn."""
 _CLOSE_S = 90.0
@@ -105,6 +107,7 @@ class SGLangEngine:
         self._in_flight: dict[str, Sequence[ServerClient]] = {}
         """Request id -> the servers that may have it."""
         self._prover = prover
+        self._router_told_s = -_WORD_S
         self._version = -1
         self._activations = 0
         """Names the cache that new requests share: a prefix that older weights computed is not theirs, even when a version
@@ -317,8 +320,11 @@ class SGLangEngine:
         servers = self._fleet.servers
         self._in_flight[rid] = [server.client for server in servers if server.client is not None]
         try:
-            answer = await router.generate(self._body(response, rid, servers), self._options.request_timeout_s)
-        except ServerGoneError:
+            answer = await self._routed(router, self._body(response, rid, servers))
+        except ServerGoneError as error:
+            if time.monotonic() - self._router_told_s >= _WORD_S:
+                self._router_told_s = time.monotonic()
+                self._options.listener.tell(f"through the router at {router.url} no answer came: {error.what}")
             await self._fleet.doubt_all()
             raise
         try:
@@ -326,6 +332,19 @@ class SGLangEngine:
         except ForeignWeightsError:
             await self._fleet.suspect_all()
             raise
+
+    async def _routed(self, router: Router, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer, unless a server is lost meanwhile, which may be the one that owes it."""
+        generating = asyncio.ensure_future(router.generate(body, self._options.request_timeout_s))
+        lost = asyncio.ensure_future(self._fleet.await_loss())
+        try:
+            await asyncio.wait({generating, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                return generating.result()
+            raise ServerGoneError("a server behind it was lost")
+        finally:
+            generating.cancel()
+            lost.cancel()
 
     def _body(self, response: Response, rid: str, servers: Sequence[Server]) -> dict[str, Any]:
         """What ``servers``, any of which may answer, are asked."""

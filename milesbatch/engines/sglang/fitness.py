@@ -14,7 +14,14 @@ from typing import Any
 
 from milesbatch.errors import InputError
 
-_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SAME = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "hidden_act", "rms_norm_eps", "attention_bias", "tie_word_embeddings", "layer_types"),
+    *("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "shared_expert_intermediate_size"),
+)
+"""What makes another function, or tensors of other shapes, of the same names. Weights are proven later; these never."""
 _DTYPES = {"half": "float16", "float": "float32"}
 """Further names that SGLang has for types."""
 
@@ -63,7 +70,7 @@ class Needed:
         # What it was started with, or, as it says after weights came, where these lay, which may be gone.
         paths = [path for path in (server.get("model_path"), model.get("model_path")) if isinstance(path, str)]
         path, other = next(((path, config) for path in paths if (config := _config_of(Path(path)))), ("", {}))
-        differ = [key for key in _SHAPE if key in other and key in self.config and other[key] != self.config[key]]
+        differ = [key for key in _SAME if key in other and key in self.config and other[key] != self.config[key]]
         if differ:
             what = ", ".join(f"{key} {other[key]} instead of {self.config[key]}" for key in differ)
             raise InputError(f"{name} serves another model, {path}: {what}", mend=mend)

@@ -53,6 +53,7 @@ class Fleet:
         """Counts the weights that were to be used."""
         self._changing: set[asyncio.Task[float]] = set()
         self._change = asyncio.Event()
+        self._lost = asyncio.Event()
         self._sticky: OrderedDict[Hashable, Server] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
         self._looking: asyncio.Task[None] | None = None
@@ -138,6 +139,10 @@ class Fleet:
         while not any(server.state == "serving" for server in self.servers):
             self._check()
             await self._await_change()
+
+    async def await_loss(self) -> None:
+        """Until one of the servers that had weights is lost: what it was asked through a router is never answered."""
+        await self._lost.wait()
 
     async def doubt_all(self) -> None:
         """As :meth:`doubt`, of an answer that any of them may have owed."""
@@ -266,12 +271,12 @@ class Fleet:
             try:
                 await self._bring_up(server)
                 await self._watch(server)
-            except (InputError, StorageError) as error:
-                await self._let_go(server)
-                server.state, self.failure = "given up", error
-                self._tell_change()
-                return
-            except EngineError as error:
+            except (EngineError, InputError, StorageError) as error:
+                if isinstance(error, StorageError) or (isinstance(error, InputError) and not server.was_up):
+                    await self._let_go(server)
+                    server.state, self.failure = "given up", error
+                    self._tell_change()
+                    return
                 server.failures += 1
                 told = error.what if error.what.startswith(server.name) else f"{server.name}: {error.what}"
                 server.why = " ".join(told.split())[:_MOST_WORDS]
@@ -310,7 +315,7 @@ class Fleet:
             model = await server.client.get("model_info", self._options.health_timeout_s)
             self._options.needed.check(server.name, server.info, model)
         self._options.listener.tell(f"{server.name} is up after {time.monotonic() - began_s:.0f} s")
-        server.state = "ready"
+        server.state, server.was_up = "ready", True
         if self._weights is None:  # being up is all that can be asked of it
             server.why = ""
         await self._catch_up(server)
@@ -376,6 +381,9 @@ class Fleet:
 
     async def _let_go(self, server: Server, *, is_over: bool = False) -> None:
         """End its processes; answers of it that are still to come are worth nothing."""
+        if server.version >= 0:
+            self._lost.set()
+            self._lost = asyncio.Event()
         server.state, server.version, server.activation = "lost", -1, 0
         server.epoch += 1
         client, server.client = server.client, None

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from milesbatch.engines.sglang.client import ServerClient, ServerRefusedError
-from milesbatch.errors import EngineError
+from milesbatch.engines.sglang.client import ServerClient, ServerLacksPathError, ServerWantsKeyError
+from milesbatch.errors import EngineError, InputError
 
 _LOOK_S = 0.5
 _ANSWER_S = 30.0
@@ -47,15 +47,23 @@ class Router:
         """Until it answers and has one of ``urls`` behind it; what it has besides, or lacks a moment later, is told.
 
         Raises:
-            EngineError: it does not, within ``timeout_s``.
+            EngineError: it does not, within ``timeout_s``. InputError: it is no router, or wants another key.
         """
         began_s = time.monotonic()
         while True:
             waited_s = time.monotonic() - began_s
             try:
                 behind = await self._servers()
-            except ServerRefusedError:
-                return  # it is up, and does not tell
+            except ServerLacksPathError as error:
+                raise InputError(
+                    f"what answers at {self.url} is no router: it has no /workers",
+                    mend="name sglang-router's own address in rollout.sglang.routers, and its servers' in rollout.sglang.urls",
+                ) from error
+            except ServerWantsKeyError as error:
+                raise InputError(
+                    f"the router at {self.url} wants another key",
+                    mend="start it with the key of its servers (--api-key), which stands in rollout.sglang.key_file",
+                ) from error
             except EngineError as error:
                 behind, problem = set(), f"does not answer, for {timeout_s:.0f} s: {error.what}"
             else:

@@ -43,6 +43,8 @@ class Server:
     weights_name: str = ""
     """What it called the weights that it proved last."""
     in_flight: int = 0
+    was_up: bool = False
+    """It was such a server as is needed once: what answers there otherwise now may be over soon."""
     failures: int = 0
     trouble: EngineError | None = None
     why: str = ""

@@ -86,3 +86,22 @@ def test_a_configuration_that_cannot_be_read_is_not_compared(tmp_path: Path, con
     other = model(tmp_path / "other", vocab_size=35)
     (other / "config.json").write_text(content)
     wanted.check("s", SERVER, served(other))
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        ({"rope_parameters": {"rope_theta": 10000.0}}, {"rope_parameters": {"rope_theta": 100.0}}),
+        ({"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-5}),
+        ({"intermediate_size": 48}, {"intermediate_size": 32}),
+        ({"num_experts_per_tok": 2}, {"num_experts_per_tok": 4}),
+    ],
+)
+def test_the_same_weights_in_another_function_are_another_model(
+    tmp_path: Path, mine: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Checksums prove weights, and nothing of what is computed with them."""
+    wanted = Needed.of_model(model(tmp_path / "mine", **mine), "float32", 64)
+    wanted.check("s", SERVER, served(model(tmp_path / "like", **mine)))
+    with pytest.raises(InputError, match=f"another model, .*: {next(iter(mine))} "):
+        wanted.check("s", SERVER, served(model(tmp_path / "other", **other)))

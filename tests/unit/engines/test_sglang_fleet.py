@@ -14,13 +14,13 @@ import torch
 from aiohttp import web
 
 from milesbatch.engines.sglang import fleet as fleet_module
-from milesbatch.engines.sglang.client import ServerClient
+from milesbatch.engines.sglang.client import ServerClient, ServerGoneError
 from milesbatch.engines.sglang.fleet import Fleet, FleetOptions
 from milesbatch.engines.sglang.listener import FleetListener
 from milesbatch.engines.sglang.server import Server, State
 from milesbatch.engines.sglang.serving import Coming
 from milesbatch.engines.sglang.weights import Prover
-from milesbatch.errors import EngineError
+from milesbatch.errors import EngineError, InputError
 
 UPDATE_S = 3.0
 
@@ -58,6 +58,8 @@ class Place:
     """While it loads; a new start does not."""
     dies: bool = False
     """When asked to load: the connection first, and what others see of its process a moment later."""
+    strangers: int = 0
+    """Starts at which something else answers there."""
     broken_starts: int = 0
     starts: int = 0
     start_s: float = 0.0
@@ -68,6 +70,9 @@ class Place:
     async def open(self, timeout_s: float, sign: Callable[[], None]) -> ServerClient:
         self.starts += 1
         await asyncio.sleep(self.start_s)
+        if self.strangers > 0:
+            self.strangers -= 1
+            raise InputError(f"{self.name} is no server")
         if self.broken_starts > 0:
             self.broken_starts -= 1
             raise EngineError(f"{self.name} ended at its start")
@@ -335,5 +340,46 @@ def test_of_servers_that_are_suspected_those_with_other_weights_prove_them_again
 def test_one_works_when_it_has_proven_weights_since_its_last_failure(state: State, why: str, condition: str) -> None:
     async def scenario() -> None:
         assert Server(Place("one"), state, why=why).condition() == condition
+
+    asyncio.run(scenario())
+
+
+def test_what_answers_in_a_lost_servers_place_costs_that_server_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_BACK_OFF_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_AGAIN_S", 0.2)
+
+    async def scenario() -> None:
+        fleet, places = await two_that_are_up()
+        await fleet.activate(Weights(1))
+        losing = asyncio.create_task(fleet.await_loss())
+        places[0].strangers = 4
+        places[0].gone = True
+        await until(lambda: fleet.servers[0].state == "given up", "it is given up for now")
+        assert fleet.failure is None and losing.done()
+        server, _ = await fleet.choose("any")
+        assert server.name == "two"
+        await until(lambda: all_serve(fleet, 1), "it came back")
+        await fleet.close()
+        stranger = Place("three", strangers=99)
+        fleet = make_fleet([stranger], [])
+        fleet.start()
+        with pytest.raises(InputError, match="is no server"):
+            await fleet.await_one()
+        assert stranger.starts == 1, "at first it is a slip of the hand"
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_was_let_go_of_says_so() -> None:
+    async def scenario() -> None:
+        client = ServerClient("http://127.0.0.1:9")
+        with pytest.raises(ServerGoneError):
+            await client.get("x", 1.0)
+        await client.close()
+        with pytest.raises(ServerGoneError, match="was let go of"):
+            await client.get("x", 1.0)
 
     asyncio.run(scenario())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from speaking import Speaker, speaking
 
 from milesbatch.engines.sglang import router as router_module
 from milesbatch.engines.sglang.router import Router
-from milesbatch.errors import EngineError
+from milesbatch.errors import EngineError, InputError
 
 
 @pytest.fixture
@@ -74,7 +73,10 @@ def test_one_that_does_not_answer_is_waited_for_and_named(speaker: Speaker) -> N
         come_to("http://127.0.0.1:9", 1.0)
 
 
-def test_one_that_does_not_tell_is_taken(speaker: Speaker) -> None:
-    speaker.status["workers"] = 404
-    told: list[Any] = come_to(speaker.url, 20)
-    assert told == []
+@pytest.mark.parametrize(
+    ("status", "why"), [(404, "is no router"), (401, "wants another key"), (403, "wants another key")]
+)
+def test_what_is_no_router_of_this_site_is_named_at_once(speaker: Speaker, status: int, why: str) -> None:
+    speaker.status["workers"] = status
+    with pytest.raises(InputError, match=why):
+        come_to(speaker.url, 20)
