@@ -19,7 +19,7 @@ from typing import Any
 
 from milesbatch.engines.protocol import PolicyWeights
 from milesbatch.engines.sglang.client import ServerClient, ServerGoneError, ServerRefusedError
-from milesbatch.engines.sglang.server import FleetOptions, Server
+from milesbatch.engines.sglang.server import FleetOptions, Server, State
 from milesbatch.engines.sglang.serving import ServerPlace
 from milesbatch.engines.sglang.weights import Prover, SupersededError, Way, change
 from milesbatch.errors import EngineError, InputError, MilesbatchError, StorageError
@@ -81,9 +81,7 @@ class Fleet:
         Raises:
             EngineError: none will come any more; says why.
         """
-        while not any(server.state in ("ready", "serving") for server in self.servers):
-            self._check()
-            await self._await_change()
+        await self._await_any("ready", "serving")
 
     async def close(self) -> None:
         tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._changing]
@@ -136,9 +134,7 @@ class Fleet:
         Raises:
             EngineError: none will.
         """
-        while not any(server.state == "serving" for server in self.servers):
-            self._check()
-            await self._await_change()
+        await self._await_any("serving")
 
     async def await_loss(self) -> None:
         """Until one of the servers that had weights is lost: what it was asked through a router is never answered."""
@@ -404,6 +400,11 @@ class Fleet:
         self._options.listener.show("; ".join(filter(None, (server.condition() for server in self.servers))))
         self._change.set()
         self._change = asyncio.Event()
+
+    async def _await_any(self, *states: State) -> None:
+        while not any(server.state in states for server in self.servers):
+            self._check()
+            await self._await_change()
 
     async def _await_change(self) -> None:
         await self._change.wait()

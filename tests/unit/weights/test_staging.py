@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from staged_copy import Make, assert_holds
 from typer.testing import CliRunner
 
 from milesbatch.cli import following, weights_stage
@@ -27,21 +26,10 @@ from milesbatch.weights import staging as module
 from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.staging import Staging
 
-Make = Callable[[int], dict[str, torch.Tensor]]
-
 
 @pytest.fixture(autouse=True)
 def model(layout: RunLayout) -> None:
     (layout.model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-
-
-def assert_holds(staging: Staging, version: int, make: Make) -> None:
-    assert staging.current == version
-    found, expected = load_file(staging.model / "model.safetensors"), make(version)
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-    assert (staging.model / "config.json").exists()
 
 
 def test_goes_forward_by_patches_and_back_by_a_full_copy(

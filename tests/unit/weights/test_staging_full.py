@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from staged_copy import Make, assert_holds
 
 from milesbatch.errors import StorageFullError, StorageReadOnlyError
 from milesbatch.store.durable import storage_error
@@ -24,21 +23,10 @@ from milesbatch.weights.publisher import Publisher
 from milesbatch.weights.staging import Staging
 from milesbatch.weights.tensors import RawTensor
 
-Make = Callable[[int], dict[str, torch.Tensor]]
-
 
 @pytest.fixture(autouse=True)
 def model(layout: RunLayout) -> None:
     (layout.model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-
-
-def assert_holds(staging: Staging, version: int, make: Make) -> None:
-    assert staging.current == version
-    found, expected = load_file(staging.model / "model.safetensors"), make(version)
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-    assert (staging.model / "config.json").exists()
 
 
 class Disk(Operations):
